@@ -1,0 +1,8 @@
+"""Generative noisy-label learning: train classifiers that survive wrong labels."""
+
+from fastgnl.estimator import GNLClassifier
+from fastgnl.objective import GNLObjective, GNLPair, Terms
+from fastgnl.transition import with_transition
+
+__all__ = ["GNLClassifier", "GNLObjective", "GNLPair", "Terms", "with_transition"]
+__version__ = "0.1.0"

@@ -1,0 +1,132 @@
+"""What the rest needs to know of other ranks; without a process group, a world of one."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if is_distributed() else 0
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the group torchrun describes (gloo on CPU, NCCL on GPU), or run alone without one."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """y = sum over ranks of x; the gradient of a sum that every rank uses is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        y = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of ``x`` over all ranks, differentiable."""
+    return _SumOverRanks.apply(x) if is_distributed() else x
+
+
+class _GlobalBatchNorm(torch.autograd.Function):
+    """y = w (x - mean) / sqrt(var + eps) + b with the mean and variance of the global batch.
+
+    dx = w invstd (dy - mean(dy) - xhat mean(dy xhat)), means over the global batch.
+    Also returns mean, variance and row count, which carry no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        axes = [0, *range(2, x.dim())]
+        var, mean = torch.var_mean(x, axes, correction=0)
+        rows = x.numel() / x.shape[1]
+        sums = torch.cat([mean * rows, (var + mean.square()) * rows, mean.new_full((1,), rows)])
+        dist.all_reduce(sums)
+        total, squares, count = sums.split([len(mean), len(mean), 1])
+        mean = total / count
+        var = (squares / count - mean.square()).clamp(min=0)
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(mean, var, count)
+        return nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps), mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        dy = grads[0].contiguous()
+        x, weight, mean, var, count = ctx.saved_tensors
+        invstd = torch.rsqrt(var + ctx.eps)
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
+        sums = torch.cat([dweight, dbias])
+        dist.all_reduce(sums)
+        mean_dy_xhat, mean_dy = (sums / count).chunk(2)
+        a = weight * invstd
+        b = -a * invstd * mean_dy_xhat
+        c = -a * mean_dy - b * mean
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        dx = torch.addcmul(torch.addcmul(c.view(shape), b.view(shape), x), a.view(shape), dy)
+        return dx, dweight, dbias, None
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm (affine) whose statistics are those of the global batch, on any device and backend.
+
+    torch's own runs on GPUs only; without it two ranks would normalise halves of a batch by different
+    numbers, and a run's result would depend on how many ranks made it.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not is_distributed():
+            return super().forward(input)
+        out, mean, var, count = _GlobalBatchNorm.apply(input, self.weight, self.bias, self.eps)
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, momentum)
+                self.running_var.lerp_(var * count / (count - 1), momentum)
+        return out
+
+
+def synchronise_batch_norm(module: nn.Module) -> None:
+    """Replace every BatchNorm below ``module`` by one over the global batch."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
+            new = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats)
+            new.load_state_dict(child.state_dict())
+            setattr(module, name, new)
+        else:
+            synchronise_batch_norm(child)

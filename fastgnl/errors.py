@@ -1,0 +1,35 @@
+"""Bad input, reported in one sentence: what was given and what is wanted."""
+
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """A mistake in what the caller gave; its text is one sentence for a person."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ``InputError(message)`` unless the condition holds."""
+    if not condition:
+        raise InputError(message)
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """The value of an option must be one of a few."""
+    choices = list(choices)
+    check(value in choices, f"{name} is {value!r}, wanted one of {', '.join(map(repr, choices))}")
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """The value of an option must lie in a closed interval (NaN lies in none)."""
+    check(
+        isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high,
+        f"{name} is {value!r}, wanted a number from {low:g} to {high:g}",
+    )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """The value of an option must be a whole number, at least ``least``."""
+    check(
+        isinstance(value, int) and not isinstance(value, bool) and value >= least,
+        f"{name} is {value!r}, wanted a whole number of at least {least}",
+    )

@@ -1,0 +1,106 @@
+"""Label noise with a known transition (METHOD section 9). A seed fixes all of it."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import truncnorm
+
+from fastgnl.errors import check, check_count, check_range
+
+FLIP_SPREAD = 0.1
+"""Standard deviation of the instance-dependent flip rates."""
+
+
+class Noise(NamedTuple):
+    labels: NDArray[np.int64]
+    """The noisy labels, [N]."""
+    transition: NDArray[np.float64]
+    """The true P(noisy | clean): [C, C] for class-dependent noise, each sample's own row [N, C] otherwise."""
+
+
+def _check_labels(labels: ArrayLike, rate: float, seed: int, num_classes: int | None) -> tuple[NDArray[np.int64], int]:
+    given = np.asarray(labels)
+    check(given.ndim == 1 and len(given) > 0, f"labels has shape {given.shape}, wanted (N,) with N >= 1")
+    check(np.issubdtype(given.dtype, np.integer), f"labels is {given.dtype}, wanted integers")
+    check_range("rate", float(rate), 0, 1)
+    check_count("seed", seed, 0)
+    classes = int(given.max()) + 1 if num_classes is None else num_classes
+    check_count("num_classes", classes, 2)
+    low, high = int(given.min()), int(given.max())
+    check(low >= 0 and high < classes, f"labels holds {low if low < 0 else high}, wanted 0 to {classes - 1}")
+    return given.astype(np.int64), classes
+
+
+def _draw(rows: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.int64]:
+    """One class a row from its probabilities, by inverting the cumulative sum at u."""
+    cumulative = rows.cumsum(1)
+    return (u[:, None] * cumulative[:, -1:] >= cumulative).sum(1)
+
+
+def symmetric(labels: ArrayLike, rate: float, seed: int = 0, num_classes: int | None = None) -> Noise:
+    """With probability ``rate`` a uniformly drawn other class."""
+    clean, C = _check_labels(labels, rate, seed, num_classes)
+    transition = np.full((C, C), rate / (C - 1))
+    np.fill_diagonal(transition, 1 - rate)
+    return Noise(_draw(transition[clean], np.random.default_rng(seed).random(len(clean))), transition)
+
+
+def asymmetric(
+    labels: ArrayLike,
+    rate: float,
+    seed: int = 0,
+    num_classes: int | None = None,
+    mapping: dict[int, int] | None = None,
+) -> Noise:
+    """With probability ``rate`` the next class, or the one ``mapping`` names (classes it omits stay clean)."""
+    clean, C = _check_labels(labels, rate, seed, num_classes)
+    flips = {c: (c + 1) % C for c in range(C)} if mapping is None else mapping
+    transition = np.eye(C)
+    for source, target in flips.items():
+        for value in (source, target):
+            check(0 <= value < C, f"mapping holds class {value}, wanted 0 to {C - 1}")
+        if source != target:
+            transition[source, source], transition[source, target] = 1 - rate, rate
+    return Noise(_draw(transition[clean], np.random.default_rng(seed).random(len(clean))), transition)
+
+
+def instance_dependent(
+    x: ArrayLike, labels: ArrayLike, rate: float, seed: int = 0, num_classes: int | None = None
+) -> Noise:
+    """Flips that depend on the input: P_i = rho_i softmax_{j != y_i}(x_i W[y_i]), P_i[y_i] = 1 - rho_i.
+
+    rho_i ~ TruncNormal(rate, 0.1^2, [0, 1]); W[c] standard normal, [features, C]. A rate of 0 flips nothing.
+    """
+    clean, C = _check_labels(labels, rate, seed, num_classes)
+    inputs = np.asarray(x)
+    check(len(inputs) == len(clean), f"x has {len(inputs)} rows, wanted {len(clean)} as labels has")
+    inputs = inputs.reshape(len(inputs), -1)
+    check(np.issubdtype(inputs.dtype, np.number), f"x is {inputs.dtype}, wanted numbers")
+    check(bool(np.isfinite(inputs).all()), "x holds NaN or infinity, wanted finite features")
+    rates_seed, labels_seed, *class_seeds = np.random.SeedSequence(seed).spawn(2 + C)
+    if rate == 0:
+        rho = np.zeros(len(clean))
+    else:
+        low, high = (0 - rate) / FLIP_SPREAD, (1 - rate) / FLIP_SPREAD
+        u = np.random.default_rng(rates_seed).random(len(clean))
+        rho = truncnorm.ppf(u, low, high, loc=rate, scale=FLIP_SPREAD)
+    transition = np.empty((len(clean), C))
+    for c in np.unique(clean):
+        rows = np.flatnonzero(clean == c)
+        W = np.random.default_rng(class_seeds[c]).standard_normal((inputs.shape[1], C), dtype=np.float32)
+        a = (inputs[rows].astype(np.float32) @ W).astype(np.float64)
+        a[:, c] = -np.inf
+        a = np.exp(a - a.max(1, keepdims=True))
+        transition[rows] = rho[rows, None] * a / a.sum(1, keepdims=True)
+        transition[rows, c] = 1 - rho[rows]
+    return Noise(_draw(transition, np.random.default_rng(labels_seed).random(len(clean))), transition)
+
+
+def class_matrix(transition: NDArray[np.float64], clean: ArrayLike, num_classes: int) -> NDArray[np.float64]:
+    """The class-level matrix of an instance transition: mean row of the samples of each class."""
+    given = np.asarray(clean)
+    matrix = np.eye(num_classes)
+    for c in np.unique(given):
+        matrix[c] = transition[given == c].mean(0)
+    return matrix

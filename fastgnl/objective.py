@@ -1,0 +1,382 @@
+"""``GNLObjective``: the method's loss and the label state it keeps, for one network or two.
+
+Axes: N samples of the training set, B rows of this rank, C classes, K draws, R rows of the window.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
+from fastgnl.errors import check, check_choice, check_count, check_range
+from fastgnl.kernels import philox
+from fastgnl.kernels.candidates import Coverage, PriorForm, candidate_sets, coverage_label
+from fastgnl.kernels.terms import Direction, EStep, PriorKL, log_denominator, row_terms
+from fastgnl.mixture import noise_probability
+
+Denominator = Literal["batch", "window", "dataset"]
+Uncertainty = Literal["mixture", "random", "none"]
+LossSource = Literal["online", "eval"]
+TERMS = ("ce", "prior", "estep")
+CLIP = 1e-4
+"""The moving average takes in q clipped to [CLIP, 1 - CLIP]."""
+
+
+@dataclass(frozen=True)
+class GNLConfig:
+    """Every option of the method, checked when made."""
+
+    num_samples: int
+    """N: sample ids are 0 to N - 1."""
+    num_classes: int
+    """C."""
+    direction: Direction = "y->x"
+    """Which way data are generated, y->x or x->y; changes the E-step only."""
+    denominator: Denominator = "batch"
+    """Where D_j comes from: the global batch, it and a window of batches, or the whole data set."""
+    window: int = 4
+    """Batches in the sum with denominator="window", the live one included."""
+    prior_kl: PriorKL = "reverse"
+    """KL(r || q), KL(q || r), or the cross-entropy of p."""
+    estep: EStep = "normalised"
+    """The E-step's target normalised, or as the paper prints it."""
+    terms: tuple[str, ...] = TERMS
+    """Which of ce, prior, estep make up the loss."""
+    beta: float = 0.9
+    """Decay of the moving average M; 0 keeps the last q only."""
+    tau: float = 0.5
+    """Temperature of the coverage draw: c ~ M^(1/tau)."""
+    k_max: int | None = None
+    """Cap on the random candidates; None is the paper's rule, 20 suits more than about 100 classes."""
+    warmup_epochs: int = 10
+    """Epochs before w is estimated."""
+    coverage: Coverage = "sample"
+    """The coverage label: drawn from M, its argmax, or left out."""
+    uncertainty: Uncertainty = "mixture"
+    """w from the losses, at random, or no random candidates at all."""
+    prior_form: PriorForm = "set"
+    """p uniform on the set, or the paper's sum in which a label named twice weighs double."""
+    loss_source: LossSource = "online"
+    """w from the losses seen while training, or from those given to end_epoch."""
+    seed: int = 0
+    """Key of every random draw."""
+
+    def __post_init__(self) -> None:
+        check_count("num_samples", self.num_samples, 1)
+        check_count("num_classes", self.num_classes, 2)
+        check_choice("direction", self.direction, get_args(Direction))
+        check_choice("denominator", self.denominator, get_args(Denominator))
+        check_count("window", self.window, 1)
+        check_choice("prior_kl", self.prior_kl, get_args(PriorKL))
+        check_choice("estep", self.estep, get_args(EStep))
+        check(len(self.terms) > 0, f"terms is empty, wanted at least one of {', '.join(TERMS)}")
+        for term in self.terms:
+            check_choice("terms", term, TERMS)
+        check_range("beta", self.beta, 0, 1)
+        # 1/tau beyond 8 would underflow float32 at 21,841 classes.
+        check_range("tau", self.tau, 0.125, 100)
+        if self.k_max is not None:
+            check_count("k_max", self.k_max, 0)
+        check_count("warmup_epochs", self.warmup_epochs, 0)
+        check_choice("coverage", self.coverage, get_args(Coverage))
+        check_choice("uncertainty", self.uncertainty, get_args(Uncertainty))
+        check_choice("prior_form", self.prior_form, get_args(PriorForm))
+        check_choice("loss_source", self.loss_source, get_args(LossSource))
+        check_count("seed", self.seed, 0)
+        check(self.seed < 2**64, f"seed is {self.seed}, wanted one below 2**64")
+
+
+class Terms(NamedTuple):
+    """What one step gives. Only ``loss`` carries a gradient."""
+
+    loss: Tensor
+    """The mean over this rank's rows, weighted so that DDP's average is the mean over the global batch."""
+    ce: Tensor
+    prior: Tensor
+    estep: Tensor
+    """The three terms, means over this rank's rows."""
+    sample_loss: Tensor
+    """-log q_i[y_i], [B]."""
+    set_size: Tensor
+    """|S_i|, [B]."""
+    covered: Tensor | None
+    """Whether S_i holds the clean label, [B]; None where it is not known."""
+
+
+def check_batch(z: Tensor, labels: Tensor, index: Tensor, num_samples: int, num_classes: int) -> None:
+    """One batch of clean logits, given labels and sample ids."""
+    check(
+        z.dim() == 2 and z.shape[1] == num_classes and len(z) > 0,
+        f"z has shape {tuple(z.shape)}, wanted (B, {num_classes}) with B >= 1",
+    )
+    check(z.is_floating_point(), f"z is {z.dtype}, wanted a floating-point type")
+    for name, given, size in (("labels", labels, num_classes), ("index", index, num_samples)):
+        check(given.shape == z.shape[:1], f"{name} has shape {tuple(given.shape)}, wanted ({len(z)},) as z has rows")
+        check(not given.is_floating_point() and given.dtype != torch.bool, f"{name} is {given.dtype}, wanted integers")
+        if given.device.type == "cpu":  # elsewhere the look would stall the device
+            low, high = (int(v) for v in given.aminmax())
+            check(low >= 0 and high < size, f"{name} holds {low if low < 0 else high}, wanted 0 to {size - 1}")
+    if index.device.type == "cpu":
+        check(len(index.unique()) == len(index), "index names a sample twice, wanted each at most once in a batch")
+
+
+class GNLObjective(nn.Module):
+    """The loss L = L_CE + L_PRI + L_KL of a batch, with the state it needs of every sample.
+
+    >>> objective = GNLObjective(num_samples=50_000, num_classes=10, direction="y->x", seed=0)
+    >>> terms = objective(z, t, labels, index)  # z, t from ``with_transition``; index: ids of the samples
+    >>> terms.loss.backward()
+    >>> objective.end_epoch()  # refits w once warm-up is over
+
+    Takes every field of ``GNLConfig``. In training mode a call updates the state; in eval mode it only
+    computes. Under torch.distributed the denominators are sums over the global batch, and a sample must be
+    visited by one rank only in an epoch: ``end_epoch`` brings the ranks' tables together.
+    """
+
+    M_NC: Tensor
+    w_N: Tensor
+    loss_N: Tensor
+    visited_N: Tensor
+    step: Tensor
+    epoch: Tensor
+    column_sum_C: Tensor
+    window_RC: Tensor
+
+    def __init__(self, num_samples: int, num_classes: int, *, network: int = 0, **options: object) -> None:
+        super().__init__()
+        known = [field.name for field in fields(GNLConfig)]
+        for name in options:
+            check(name in known, f"GNLObjective has no option {name!r}, wanted one of {', '.join(known)}")
+        self.config = GNLConfig(num_samples, num_classes, **options)  # type: ignore[arg-type]
+        self.network = network
+        N, C = num_samples, num_classes
+        self.register_buffer("M_NC", torch.full((N, C), 1.0 / C))
+        self.register_buffer("w_N", torch.zeros(N))
+        self.register_buffer("loss_N", torch.full((N,), float("nan")))
+        self.register_buffer("visited_N", torch.zeros(N, dtype=torch.bool))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("column_sum_C", torch.full((C,), N / C))
+        rows = self.config.window - 1 if self.config.denominator == "window" else 0
+        self.register_buffer("window_RC", torch.zeros(rows, C))
+
+    @property
+    def in_warmup(self) -> bool:
+        return int(self.epoch) < self.config.warmup_epochs
+
+    def _stream(self, kind: int) -> int:
+        return philox.stream(kind, self.network)
+
+    def coverage_labels(self, index: Tensor) -> Tensor:
+        """c_i of this step, from M before its update."""
+        config = self.config
+        (words_BC,) = philox.words(config.seed, index, config.num_classes, self.step, [self._stream(philox.COVERAGE)])
+        return coverage_label(self.M_NC[index], words_BC, config.tau, config.coverage)
+
+    def forward(
+        self,
+        z: Tensor,
+        t: Tensor,
+        labels: Tensor,
+        index: Tensor,
+        clean: Tensor | None = None,
+        *,
+        coverage: list[Tensor] | None = None,
+        w: Tensor | None = None,
+    ) -> Terms:
+        """Clean logits z [B, C], noisy logits t [B, C] or [B, K, C], given labels and sample ids [B].
+
+        ``clean`` are the true labels where they are known, for ``Terms.covered`` only. ``coverage`` and ``w``
+        replace this objective's own coverage labels and noise probabilities (two networks).
+        """
+        config = self.config
+        check_batch(z, labels, index, config.num_samples, config.num_classes)
+        check(
+            t.shape in (z.shape, (len(z), t.shape[1], z.shape[1])),
+            f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z or (B, K, C)",
+        )
+        labels, index = labels.to(torch.int64), index.to(torch.int64)
+        wide = torch.promote_types(z.dtype, torch.float32)
+        l_BC = torch.log_softmax(z.to(wide), 1)
+        t_BKC = t.to(wide).reshape(len(z), -1, config.num_classes)
+
+        with torch.no_grad():
+            words_SBC = philox.words(
+                config.seed,
+                index,
+                config.num_classes,
+                self.step,
+                [self._stream(philox.FREE), self._stream(philox.WARMUP)],
+            )
+            if coverage is None:
+                coverage = [] if config.coverage == "none" else [self.coverage_labels(index)]
+            w = self.w_N if w is None else w
+            candidates = candidate_sets(
+                labels,
+                coverage,
+                words_SBC[0],
+                words_SBC[1, :, 0],
+                None if self.in_warmup else w[index],
+                k_max=config.k_max,
+                random_labels=config.uncertainty != "none",
+                form=config.prior_form,
+            )
+            old_BC = self.M_NC[index]
+            new_BC = self._averaged(old_BC, l_BC)
+
+        sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
+        ce_B, prior_B, estep_B = row_terms(
+            l_BC,
+            t_BKC,
+            labels,
+            candidates.log_prior_BC,
+            log_denominator(sum_C),
+            direction=config.direction,
+            prior_kl=config.prior_kl,
+            estep=config.estep,
+        )
+        terms = {"ce": ce_B, "prior": prior_B, "estep": estep_B}
+        loss = torch.stack([terms[name] for name in config.terms]).sum() * (world_size() / rows)
+        sample_loss_B = -l_BC.detach().gather(1, labels[:, None]).squeeze(1)
+        if self.training:
+            self.M_NC[index] = new_BC
+            self.loss_N[index] = sample_loss_B.to(self.loss_N.dtype)
+            self.visited_N[index] = True
+            self.step += 1
+        covered = None if clean is None else candidates.member_BC.gather(1, clean[:, None]).squeeze(1)
+        return Terms(
+            loss,
+            ce_B.detach().mean(),
+            prior_B.detach().mean(),
+            estep_B.detach().mean(),
+            sample_loss_B,
+            candidates.member_BC.sum(1),
+            covered,
+        )
+
+    def _averaged(self, old_BC: Tensor, l_BC: Tensor) -> Tensor:
+        """M_i <- beta M_i + (1 - beta) norm(clip(q_i))."""
+        q_BC = l_BC.detach().exp().clamp(CLIP, 1 - CLIP)
+        q_BC = q_BC / q_BC.sum(1, keepdim=True)
+        return (self.config.beta * old_BC + (1 - self.config.beta) * q_BC).to(old_BC.dtype)
+
+    def _column_sums(self, l_BC: Tensor, old_BC: Tensor, new_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """D_j with the live batch and its gradient in it, and the rows of the global batch."""
+        live_C = l_BC.exp().sum(0)
+        message = [live_C, live_C.new_full((1,), len(l_BC))]
+        if self.config.denominator == "dataset":
+            message += [old_BC.sum(0), new_BC.sum(0)]
+        live_C, rows, *sums = sum_over_ranks(torch.cat(message)).split([len(part) for part in message])
+        rows = rows.detach().squeeze()
+        if self.config.denominator == "window":
+            total_C = live_C + self.window_RC.sum(0)
+            if self.training and len(self.window_RC):
+                self.window_RC.copy_(torch.cat([self.window_RC[1:], live_C.detach()[None]]))
+            return total_C, rows
+        if self.config.denominator == "dataset":
+            old_C, new_C = (part.detach() for part in sums)
+            # The table's sum with the live q in place of the batch's stale rows. Never negative but for rounding.
+            total_C = (self.column_sum_C - old_C).clamp(min=0) + live_C
+            if self.training:
+                self.column_sum_C += new_C - old_C
+            return total_C, rows
+        return live_C, rows
+
+    @torch.no_grad()
+    def end_epoch(self, losses: Tensor | None = None) -> None:
+        """Close an epoch: bring the ranks' tables together and, once warm-up is over, refit w.
+
+        ``losses``: -log q_i[y_i] of every sample from an eval-mode pass, with ``loss_source="eval"``.
+        """
+        config = self.config
+        if config.loss_source == "eval":
+            check(losses is not None, "end_epoch() was given no losses, wanted them with loss_source='eval'")
+        if losses is not None:
+            check(
+                losses.shape == self.loss_N.shape,
+                f"losses has shape {tuple(losses.shape)}, wanted ({config.num_samples},)",
+            )
+        self._synchronise()
+        self.column_sum_C.copy_(self.M_NC.sum(0, dtype=torch.float64))
+        self.epoch += 1
+        if self.in_warmup:
+            return
+        if config.uncertainty == "random":
+            ids_N = torch.arange(config.num_samples, device=self.w_N.device)
+            words_N = philox.words(config.seed, ids_N, 1, self.epoch, [self._stream(philox.RANDOM_W)])[0, :, 0]
+            self.w_N.copy_((words_N >> 8).to(torch.float32) / 2**24)
+        elif config.uncertainty == "mixture":
+            self.w_N.copy_(noise_probability(self.loss_N if losses is None else losses.to(self.loss_N)))
+
+    def _synchronise(self) -> None:
+        """Every rank takes over the rows the others visited in this epoch."""
+        if is_distributed():
+            visits_N = sum_over_ranks(self.visited_N.to(self.M_NC.dtype))
+            seen_N = visits_N > 0
+            for state in (self.M_NC, self.loss_N):
+                mine = self.visited_N.view(-1, *[1] * (state.dim() - 1))
+                total = sum_over_ranks(torch.where(mine, state, torch.zeros_like(state)))
+                state[seen_N] = total[seen_N] / visits_N[seen_N].view(-1, *[1] * (state.dim() - 1))
+        self.visited_N.fill_(False)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return f"{config.num_samples} samples, {config.num_classes} classes, {config.direction}, {config.denominator}"
+
+
+class GNLPair(nn.Module):
+    """Two networks trained together (METHOD section 8), each with its own M and w.
+
+    Takes z and t of shape [2, B, C] (``with_transition(..., networks=2)``). Each network uses the w the
+    other estimated, and both coverage labels are in either candidate set.
+    """
+
+    def __init__(self, num_samples: int, num_classes: int, **options: object) -> None:
+        super().__init__()
+        self.objectives = nn.ModuleList(
+            GNLObjective(num_samples, num_classes, network=network, **options) for network in range(2)
+        )
+
+    @property
+    def config(self) -> GNLConfig:
+        return self._members()[0].config
+
+    def _members(self) -> tuple[GNLObjective, GNLObjective]:
+        first, second = self.objectives
+        return cast(GNLObjective, first), cast(GNLObjective, second)
+
+    def forward(self, z: Tensor, t: Tensor, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
+        """The sum of the two losses; the other terms are means of the two."""
+        for name, given in (("z", z), ("t", t)):
+            check(given.dim() >= 3 and len(given) == 2, f"{name} has shape {tuple(given.shape)}, wanted (2, B, C)")
+        members = self._members()
+        for member, z_BC in zip(members, z, strict=True):
+            check_batch(z_BC, labels, index, member.config.num_samples, member.config.num_classes)
+        with torch.no_grad():
+            coverage = None if self.config.coverage == "none" else [m.coverage_labels(index) for m in members]
+        a, b = (
+            member(z[i], t[i], labels, index, clean, coverage=coverage or [], w=other.w_N)
+            for i, (member, other) in enumerate(zip(members, members[::-1], strict=True))
+        )
+        return Terms(
+            a.loss + b.loss,
+            (a.ce + b.ce) / 2,
+            (a.prior + b.prior) / 2,
+            (a.estep + b.estep) / 2,
+            (a.sample_loss + b.sample_loss) / 2,
+            (a.set_size + b.set_size) / 2,
+            None if a.covered is None or b.covered is None else (a.covered.float() + b.covered.float()) / 2,
+        )
+
+    def end_epoch(self, losses: Tensor | None = None) -> None:
+        """``losses`` as for ``GNLObjective.end_epoch``, of shape [2, N]."""
+        for i, member in enumerate(self._members()):
+            member.end_epoch(None if losses is None else losses[i])
+
+    @property
+    def w_N(self) -> Tensor:
+        """The noise probabilities, the mean of the two estimates."""
+        a, b = self._members()
+        return (a.w_N + b.w_N) / 2

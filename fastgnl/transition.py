@@ -1,0 +1,173 @@
+"""Two heads on one backbone (METHOD section 1), and the transition matrices they imply.
+
+Axes: B rows, F features, C classes, K draws.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastgnl.errors import check, check_choice, check_count
+from fastgnl.kernels import philox
+
+TransitionInput = Literal["logits", "sample", "none"]
+DOUBT = 0.1
+"""A one-hot class as logits: the centred log-odds of 1 - DOUBT on it, the rest shared. Harder logits than the
+head saw in training push T(x) towards the diagonal (digits, IDN 40%: a DOUBT of 1e-4 triples the error)."""
+
+
+class TransitionNet(nn.Module):
+    """z = W_c feat, t = W_t [feat ; sg(z)] on the features of any backbone.
+
+    ``net(x) -> (z, t)``. With ``transition_input="sample"``, t = W_t [feat ; onehot(y_hat)] for K draws
+    y_hat ~ Cat(softmax(z)), of shape [B, K, C], and training needs the sample ids: ``net(x, index)``.
+    With ``"none"`` there is no second head and t is None: a plain classifier.
+    """
+
+    step: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_features: int,
+        num_classes: int,
+        transition_input: TransitionInput = "logits",
+        draws: int = 1,
+        seed: int = 0,
+        network: int = 0,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.clean = nn.Linear(num_features, num_classes)
+        self.noisy = nn.Linear(num_features + num_classes, num_classes) if transition_input != "none" else None
+        self.num_features, self.num_classes = num_features, num_classes
+        self.transition_input, self.draws, self.seed, self.network = transition_input, draws, seed, network
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    def features(self, x: Tensor) -> Tensor:
+        feat_BF = self.backbone(x)
+        check(
+            feat_BF.dim() == 2 and feat_BF.shape[1] == self.num_features,
+            f"the backbone returned shape {tuple(feat_BF.shape)}, wanted (B, {self.num_features})",
+        )
+        return feat_BF
+
+    def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        feat_BF = self.features(x)
+        z_BC = self.clean(feat_BF)
+        if self.noisy is None:
+            return z_BC, None
+        if self.transition_input == "logits":
+            return z_BC, self.noisy(torch.cat([feat_BF, z_BC.detach()], 1))
+        if not self.training:
+            return z_BC, self.noisy(torch.cat([feat_BF, z_BC.detach().softmax(1)], 1))[:, None]
+        check(index is not None, "net(x) was given no index, wanted the sample ids with transition_input='sample'")
+        assert index is not None
+        return z_BC, torch.stack([self.noisy(torch.cat([feat_BF, y], 1)) for y in self._draw(z_BC, index)], 1)
+
+    @torch.no_grad()
+    def _draw(self, z_BC: Tensor, index: Tensor) -> Iterator[Tensor]:
+        """K one-hot y_hat ~ Cat(softmax(z)), by the same race as the coverage label."""
+        streams = [philox.stream(philox.TRANSITION, self.network, k) for k in range(self.draws)]
+        words_KBC = philox.words(self.seed, index, self.num_classes, self.step, streams)
+        self.step += 1
+        race_KBC = philox.exponential(words_KBC) / z_BC.float().softmax(1)
+        return iter(nn.functional.one_hot(race_KBC.argmin(-1), self.num_classes).to(z_BC.dtype))
+
+    @torch.no_grad()
+    def transition(self, x: Tensor) -> Tensor:
+        """T(x)[a, b] = p(noisy = b | clean = a, x), [B, C, C]."""
+        check(self.noisy is not None, "this network has no transition head, wanted transition_input other than 'none'")
+        assert self.noisy is not None
+        feat_BF, C = self.features(x), self.num_classes
+        certain_CC = torch.eye(C, dtype=feat_BF.dtype, device=feat_BF.device)
+        if self.transition_input == "logits":
+            log_CC = (certain_CC * (1 - DOUBT) + (1 - certain_CC) * DOUBT / (C - 1)).log()
+            certain_CC = log_CC - log_CC.mean(1, keepdim=True)
+        rows = torch.cat([feat_BF.repeat_interleave(C, 0), certain_CC.repeat(len(feat_BF), 1)], 1)
+        return self.noisy(rows).softmax(1).view(-1, C, C)
+
+    def predict_proba(self, x: Tensor) -> Tensor:
+        """q = softmax(z), [B, C]."""
+        z_BC, _ = self(x)
+        return torch.softmax(z_BC, 1)
+
+
+class PairNet(nn.Module):
+    """Two networks side by side: z and t of shape [2, B, C], test-time average of the two softmaxes."""
+
+    def __init__(self, first: TransitionNet, second: TransitionNet) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([first, second])
+        self.num_classes = first.num_classes
+
+    def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        (z0, t0), (z1, t1) = (net(x, index) for net in self.nets)
+        return torch.stack([z0, z1]), None if t0 is None else torch.stack([t0, t1])
+
+    def predict_proba(self, x: Tensor) -> Tensor:
+        return (self(x)[0].softmax(-1)).mean(0)
+
+    def transition(self, x: Tensor) -> Tensor:
+        """The mean of the two networks' T(x)."""
+        first, second = (cast(TransitionNet, net).transition(x) for net in self.nets)
+        return (first + second) / 2
+
+
+def with_transition(
+    backbone: nn.Module,
+    num_features: int,
+    num_classes: int,
+    *,
+    transition_input: TransitionInput = "logits",
+    draws: int = 1,
+    networks: int = 1,
+    seed: int = 0,
+) -> TransitionNet | PairNet:
+    """Wrap any module that returns features [B, num_features] into one that returns (z, t).
+
+    ``draws`` is the paper's K, for ``transition_input="sample"``. ``networks=2`` adds a second network, a copy
+    of the backbone with its resettable layers initialised anew, for ``GNLPair``.
+    """
+    check(isinstance(backbone, nn.Module), f"backbone is a {type(backbone).__name__}, wanted a torch.nn.Module")
+    check_count("num_features", num_features, 1)
+    check_count("num_classes", num_classes, 2)
+    check_choice("transition_input", transition_input, ("logits", "sample", "none"))
+    check_count("draws", draws, 1)
+    check_choice("networks", networks, (1, 2))
+
+    def build(part: nn.Module, network: int) -> TransitionNet:
+        return TransitionNet(part, num_features, num_classes, transition_input, draws, seed, network)
+
+    first = build(backbone, 0)
+    if networks == 1:
+        return first
+    twin = copy.deepcopy(backbone)
+    for module in twin.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return PairNet(first, build(twin, 1))
+
+
+@torch.no_grad()
+def class_transition(net: TransitionNet | PairNet, batches: Iterator[Tensor]) -> Tensor:
+    """The class-level matrix [C, C]: mean of T(x) over the samples predicted as a.
+
+    A class that no sample is predicted as takes the mean of T(x)[a] over all samples."""
+    C = net.num_classes
+    total_CC = torch.zeros(C, C, dtype=torch.float64)
+    everyone_CC = torch.zeros(C, C, dtype=torch.float64)
+    count_C = torch.zeros(C, dtype=torch.float64)
+    rows = 0
+    for x in batches:
+        T_BCC = net.transition(x).double().cpu()
+        a_B = net.predict_proba(x).argmax(1).cpu()
+        total_CC.index_add_(0, a_B, T_BCC[torch.arange(len(a_B)), a_B])
+        count_C += torch.bincount(a_B, minlength=C)
+        everyone_CC += T_BCC.sum(0)
+        rows += len(a_B)
+    return torch.where(count_C[:, None] > 0, total_CC / count_C.clamp(min=1)[:, None], everyone_CC / max(rows, 1))
