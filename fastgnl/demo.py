@@ -137,8 +137,9 @@ def _curves(results: dict[str, Result]) -> str:
     for term, name, colour in zip(
         ("ce", "prior", "estep"), ("L_CE", "L_PRI", "L_KL"), report.TERM_COLOURS, strict=True
     ):
-        report.line(right, x, [getattr(epoch, term) for epoch in history], colour, name)
+        right.plot(x, [getattr(epoch, term) for epoch in history], color=colour, linewidth=1.8, label=name)
     right.set(title="GNL, loss terms", xlabel="epoch")
+    right.legend(frameon=False, fontsize=9)
     return report.svg(figure)
 
 

@@ -166,14 +166,15 @@ class GNLObjective(nn.Module):
     def in_warmup(self) -> bool:
         return int(self.epoch) < self.config.warmup_epochs
 
-    def _stream(self, kind: int) -> int:
-        return philox.stream(kind, self.network)
+    def _words(self, index: Tensor, *kinds: int) -> Tensor:
+        """The random words of this step for each kind of draw, [S, B, C]."""
+        streams = [philox.stream(kind, self.network) for kind in kinds]
+        return philox.words(self.config.seed, index, self.config.num_classes, self.step, streams)
 
     def coverage_labels(self, index: Tensor) -> Tensor:
         """c_i of this step, from M before its update."""
-        config = self.config
-        (words_BC,) = philox.words(config.seed, index, config.num_classes, self.step, [self._stream(philox.COVERAGE)])
-        return coverage_label(self.M_NC[index], words_BC, config.tau, config.coverage)
+        (words_BC,) = self._words(index, philox.COVERAGE)
+        return coverage_label(self.M_NC[index], words_BC, self.config.tau, self.config.coverage)
 
     def forward(
         self,
@@ -194,8 +195,8 @@ class GNLObjective(nn.Module):
         config = self.config
         check_batch(z, labels, index, config.num_samples, config.num_classes)
         check(
-            t.shape in (z.shape, (len(z), t.shape[1], z.shape[1])),
-            f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z or (B, K, C)",
+            t.dim() in (2, 3) and (t.shape[0], t.shape[-1]) == z.shape,
+            f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)",
         )
         labels, index = labels.to(torch.int64), index.to(torch.int64)
         wide = torch.promote_types(z.dtype, torch.float32)
@@ -203,27 +204,22 @@ class GNLObjective(nn.Module):
         t_BKC = t.to(wide).reshape(len(z), -1, config.num_classes)
 
         with torch.no_grad():
-            words_SBC = philox.words(
-                config.seed,
-                index,
-                config.num_classes,
-                self.step,
-                [self._stream(philox.FREE), self._stream(philox.WARMUP)],
-            )
+            cover_BC, free_BC, warmup_BC = self._words(index, philox.COVERAGE, philox.FREE, philox.WARMUP)
+            old_BC = self.M_NC[index]
             if coverage is None:
-                coverage = [] if config.coverage == "none" else [self.coverage_labels(index)]
+                own = config.coverage != "none"
+                coverage = [coverage_label(old_BC, cover_BC, config.tau, config.coverage)] if own else []
             w = self.w_N if w is None else w
             candidates = candidate_sets(
                 labels,
                 coverage,
-                words_SBC[0],
-                words_SBC[1, :, 0],
+                free_BC,
+                warmup_BC[:, 0],
                 None if self.in_warmup else w[index],
                 k_max=config.k_max,
                 random_labels=config.uncertainty != "none",
                 form=config.prior_form,
             )
-            old_BC = self.M_NC[index]
             new_BC = self._averaged(old_BC, l_BC)
 
         sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
@@ -305,7 +301,9 @@ class GNLObjective(nn.Module):
             return
         if config.uncertainty == "random":
             ids_N = torch.arange(config.num_samples, device=self.w_N.device)
-            words_N = philox.words(config.seed, ids_N, 1, self.epoch, [self._stream(philox.RANDOM_W)])[0, :, 0]
+            words_N = philox.words(config.seed, ids_N, 1, self.epoch, [philox.stream(philox.RANDOM_W, self.network)])[
+                0, :, 0
+            ]
             self.w_N.copy_((words_N >> 8).to(torch.float32) / 2**24)
         elif config.uncertainty == "mixture":
             self.w_N.copy_(noise_probability(self.loss_N if losses is None else losses.to(self.loss_N)))

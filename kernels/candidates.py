@@ -7,8 +7,9 @@ step's update.
 from typing import Literal, NamedTuple
 
 import torch
-from fastgnl.kernels.philox import exponential, integer_below
 from torch import Tensor
+
+from fastgnl.kernels.philox import exponential, integer_below
 
 FLOOR = 1e-9
 """p_ij outside the candidate set, so that log p stays finite."""

@@ -8,8 +8,9 @@ live batch has no V part. Axes as in ``terms``; the mean over B rows is applied 
 from typing import NamedTuple
 
 import torch
-from fastgnl.kernels.terms import Direction, PriorKL, implied_posterior, kl
 from torch import Tensor
+
+from fastgnl.kernels.terms import Direction, PriorKL, implied_posterior, kl
 
 
 class Parts(NamedTuple):

@@ -1,0 +1,30 @@
+"""Shared by the tests: a batch of random logits, labels and ids."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    z: Tensor
+    t: Tensor
+    labels: Tensor
+    index: Tensor
+
+
+@pytest.fixture
+def make_batch():
+    """(B, C, N, seed) -> a batch whose ids are drawn from N."""
+
+    def make(B=16, C=5, N=40, seed=0, dtype=torch.float64, scale=2.0) -> Batch:
+        g = torch.Generator().manual_seed(seed)
+        z = (torch.randn(B, C, generator=g, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+        t = (torch.randn(B, C, generator=g, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+        labels = torch.randint(C, (B,), generator=g)
+        index = torch.randperm(N, generator=g)[:B]
+        return Batch(z, t, labels, index)
+
+    return make
