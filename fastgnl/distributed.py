@@ -125,8 +125,8 @@ def synchronise_batch_norm(module: nn.Module) -> None:
     """Replace every BatchNorm below ``module`` by one over the global batch."""
     for name, child in module.named_children():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
-            new = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats)
-            new.load_state_dict(child.state_dict())
+            new = SyncBatchNorm(child.num_features, child.eps, child.momentum, True, child.track_running_stats)
+            new.to(child.weight).load_state_dict(child.state_dict())
             setattr(module, name, new)
         else:
             synchronise_batch_norm(child)

@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import nn
 
-from fastgnl.errors import check, check_count
+from fastgnl.errors import check, check_choice, check_count, check_range
 from fastgnl.kernels.terms import Direction, PriorKL
 from fastgnl.mixture import noise_probability
 from fastgnl.networks import MLP
@@ -116,6 +116,8 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
 
     def _backbone(self, inputs: int) -> nn.Module:
         if self.backbone is None:
+            check_count("hidden", self.hidden, 1)
+            check_range("dropout", self.dropout, 0, 1)
             return MLP(inputs, self.hidden, self.dropout)
         if isinstance(self.backbone, nn.Module):
             return copy.deepcopy(self.backbone)
@@ -150,6 +152,7 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         check(C >= 2, f"y holds {C} class, wanted at least 2 classes")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         config, warmup = self._schedule(N, seed)
+        check_choice("networks", self.networks, (1, 2))
         objective = (GNLPair if self.networks == 2 else GNLObjective)(
             N,
             C,

@@ -223,7 +223,7 @@ class GNLObjective(nn.Module):
             new_BC = self._averaged(old_BC, l_BC)
 
         sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
-        ce_B, prior_B, estep_B = row_terms(
+        terms_B = row_terms(
             l_BC,
             t_BKC,
             labels,
@@ -233,8 +233,9 @@ class GNLObjective(nn.Module):
             prior_kl=config.prior_kl,
             estep=config.estep,
         )
-        terms = {"ce": ce_B, "prior": prior_B, "estep": estep_B}
-        loss = torch.stack([terms[name] for name in config.terms]).sum() * (world_size() / rows)
+        # A term left out weighs 0 rather than being dropped: DDP wants every parameter in the graph.
+        weighted = [float(name in config.terms) * term.sum() for name, term in zip(TERMS, terms_B, strict=True)]
+        loss = torch.stack(weighted).sum() * (world_size() / rows)
         sample_loss_B = -l_BC.detach().gather(1, labels[:, None]).squeeze(1)
         if self.training:
             self.M_NC[index] = new_BC
@@ -244,9 +245,7 @@ class GNLObjective(nn.Module):
         covered = None if clean is None else candidates.member_BC.gather(1, clean[:, None]).squeeze(1)
         return Terms(
             loss,
-            ce_B.detach().mean(),
-            prior_B.detach().mean(),
-            estep_B.detach().mean(),
+            *(term.detach().mean() for term in terms_B),
             sample_loss_B,
             candidates.member_BC.sum(1),
             covered,

@@ -1,0 +1,147 @@
+"""The loop: accuracy on digits, what an epoch reports, the order of samples."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_array
+
+from fastgnl import GNLObjective, GNLPair, with_transition
+from fastgnl.demo import DemoConfig, run_method
+from fastgnl.digits import noisy_digits
+from fastgnl.errors import InputError
+from fastgnl.networks import MLP
+from fastgnl.samples import Samples, epoch_order, slices
+from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
+
+
+@pytest.fixture(scope="module")
+def digits_results():
+    """GNL on digits with 40% instance-dependent noise, the demo's network, three seeds; CE once."""
+    gnl = [run_method("gnl", noisy_digits(0.4, seed), DemoConfig(seed=seed)) for seed in range(3)]
+    return gnl, run_method("ce", noisy_digits(0.4, 0), DemoConfig())
+
+
+def test_accuracy_on_noisy_digits(digits_results):
+    gnl, ce = digits_results
+    assert np.mean([result.accuracy for result in gnl]) >= 0.96
+    assert ce.accuracy < 0.8
+
+
+def test_noise_is_detected(digits_results):
+    gnl, ce = digits_results
+    assert min(result.auroc for result in gnl) > 0.98
+    assert ce.auroc < 0.8
+
+
+def test_coverage_grows_and_uncertainty_parts(digits_results):
+    """The paper's figure of coverage and uncertainty."""
+    for result in digits_results[0]:
+        first, last = result.history[0], result.history[-1]
+        assert last.coverage > 0.95 > first.coverage
+        assert last.clean_size < 1.5
+        assert last.noisy_size > 8
+
+
+def small(seed=0, n=120):
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % 3
+    x = torch.randn(n, 5, generator=g) + 4 * torch.nn.functional.one_hot(labels, 5)
+    return Samples(x, labels, labels)
+
+
+def fit(objective, samples, transition_input="logits", networks=1, **options):
+    torch.manual_seed(0)
+    net = with_transition(MLP(5, 16), 16, 3, transition_input=transition_input, networks=networks)
+    return net, train(net, objective, samples, TrainConfig(**{"epochs": 8, "batch_size": 32, **options}), samples)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (lambda n: GNLObjective(n, 3, warmup_epochs=2), {}),
+        (lambda n: GNLObjective(n, 3, warmup_epochs=2, loss_source="eval"), {}),
+        (lambda n: GNLObjective(n, 3, warmup_epochs=2, direction="x->y", prior_kl="forward"), {}),
+        (lambda n: GNLObjective(n, 3, warmup_epochs=2), {"transition_input": "sample"}),
+        (lambda n: GNLPair(n, 3, warmup_epochs=2), {"networks": 2}),
+        (lambda n: GNLPair(n, 3, warmup_epochs=2, loss_source="eval"), {"networks": 2}),
+        (lambda n: CrossEntropy(), {"transition_input": "none"}),
+    ],
+)
+def test_every_variant_learns_an_easy_task(objective, options):
+    samples = small()
+    net, history = fit(objective(len(samples)), samples, **options)
+    assert history[-1].test_accuracy > 0.9
+    assert accuracy(net, samples) == history[-1].test_accuracy
+    assert not net.training
+    assert len(history) == 8
+    assert all(math.isfinite(e.loss) and e.seconds > 0 for e in history)
+
+
+def test_without_clean_labels_coverage_is_not_a_number():
+    samples = small()
+    _, history = fit(GNLObjective(len(samples), 3), Samples(samples.x, samples.labels))
+    assert math.isnan(history[-1].coverage)
+    assert math.isnan(history[-1].clean_size)
+
+
+def test_learning_rate_drops_after_its_share_of_the_epochs():
+    samples = small()
+    rates = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    original, torch.optim.SGD = torch.optim.SGD, Spy
+    try:
+        fit(CrossEntropy(), samples, transition_input="none", epochs=6, lr=0.5)
+    finally:
+        torch.optim.SGD = original
+    assert [round(rate, 6) for rate in rates[::4]] == [0.5] * 4 + [0.05] * 2
+
+
+def test_sparse_rows_are_the_same_rows():
+    samples = small()
+    sparse = Samples(csr_array(samples.x.numpy()), samples.labels)
+    index = torch.tensor([5, 2, 9])
+    assert torch.equal(sparse.rows(index), samples.rows(index))
+    assert torch.equal(sparse.rows(slice(3, 8)), samples.rows(slice(3, 8)))
+
+
+@pytest.mark.parametrize(("n", "size"), [(1437, 128), (5, 128), (129, 128), (128, 128), (7, 2)])
+def test_an_epoch_visits_every_sample_once_in_nearly_equal_batches(n, size):
+    batches = epoch_order(n, size, seed=0, epoch=3)
+    assert torch.equal(torch.cat(batches).sort().values, torch.arange(n))
+    lengths = [len(b) for b in batches]
+    assert max(lengths) <= size
+    assert max(lengths) - min(lengths) <= 1
+    assert len(batches) == math.ceil(n / size)
+
+
+def test_the_order_is_keyed_by_seed_and_epoch():
+    orders = {(s, e): tuple(torch.cat(epoch_order(50, 8, s, e)).tolist()) for s in range(3) for e in range(3)}
+    assert len(set(orders.values())) == 9
+    assert orders[1, 2] == tuple(torch.cat(epoch_order(50, 8, 1, 2)).tolist())
+
+
+def test_slices_cover_everything_once():
+    assert [i for part in slices(2500) for i in range(part.start, part.stop)] == list(range(2500))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"epochs": 0}, "epochs is 0, wanted a whole number of at least 1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"lr": -1}, "lr is -1, wanted a number from 0"),
+        ({"momentum": 2}, "momentum is 2"),
+        ({"weight_decay": -1}, "weight_decay is -1"),
+        ({"decay_at": 1.5}, "decay_at is 1.5"),
+    ],
+)
+def test_bad_settings(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        TrainConfig(**options)

@@ -1,0 +1,56 @@
+"""Run by torchrun in test_distributed: trains a small network in float64 with each denominator, saves the outcome."""
+
+import sys
+
+import torch
+from torch import nn
+
+from fastgnl import GNLObjective, GNLPair, with_transition
+from fastgnl.distributed import is_distributed, process_group, rank, synchronise_batch_norm
+from fastgnl.samples import Samples
+from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
+
+N, F, C = 90, 7, 4
+CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
+
+
+def outcome(case: str) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, F, generator=g, dtype=torch.float64)
+    labels = torch.randint(C, (N,), generator=g)
+    torch.manual_seed(1)
+    backbone = nn.Sequential(nn.Linear(F, 16), nn.BatchNorm1d(16), nn.ReLU())
+    head = "none" if case == "ce" else "logits"
+    net = with_transition(backbone, 16, C, transition_input=head, networks=2 if case == "pair" else 1).double()
+    if is_distributed():
+        synchronise_batch_norm(net)
+    options = {"warmup_epochs": 2, "k_max": 2, "seed": 3}
+    if case == "ce":
+        objective: nn.Module = CrossEntropy()
+    elif case == "pair":
+        objective = GNLPair(N, C, **options).double()
+    else:
+        terms = {"terms": ("prior",)} if case == "prior only" else {"denominator": case}
+        objective = GNLObjective(N, C, **terms, **options).double()
+    samples = Samples(x, labels, labels.roll(1))
+    history = train(net, objective, samples, TrainConfig(epochs=6, batch_size=31, lr=0.1, seed=2), samples)
+    return {
+        "history": torch.tensor(
+            [
+                [e.loss, e.ce, e.prior, e.estep, e.coverage, e.clean_size, e.noisy_size, e.test_accuracy]
+                for e in history
+            ],
+            dtype=torch.float64,
+        ),
+        "q": predict_proba(net, samples),
+        "losses": eval_losses(net, samples),
+        **{f"net.{name}": value for name, value in net.state_dict().items()},
+        **{f"objective.{name}": value for name, value in objective.state_dict().items()},
+    }
+
+
+if __name__ == "__main__":
+    with process_group():
+        results = {case: outcome(case) for case in CASES}
+        if rank() == 0:
+            torch.save(results, sys.argv[1])
