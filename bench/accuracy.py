@@ -1,0 +1,145 @@
+"""Test accuracy of CE and GNL after the last epoch, on digits and on the embeddings of FASTGNL_DATA.
+
+python bench/accuracy.py                          # digits: the demo's CNN and GNLClassifier, three seeds
+FASTGNL_DATA=... python bench/accuracy.py --data newsgroups20 cifar10n-worst
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from results import data_folder, show
+from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import StandardScaler
+from tqdm import tqdm
+
+from fastgnl import GNLClassifier, with_transition
+from fastgnl.cli import run_worker
+from fastgnl.demo import DemoConfig, run_method
+from fastgnl.digits import noisy_digits
+from fastgnl.errors import check_count
+from fastgnl.networks import MLP
+from fastgnl.noise import asymmetric, instance_dependent, symmetric
+from fastgnl.samples import Samples
+from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
+
+Name = Literal[
+    "digits-cnn",
+    "digits",
+    "newsgroups20",
+    "newsgroups20-sn",
+    "newsgroups20-asn",
+    "cifar10n-worst",
+    "cifar10n-aggregate",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Test accuracy of CE and GNL after the last epoch, in percent."""
+
+    data: tuple[Name, ...] = ("digits-cnn", "digits")
+    """Data sets; 20 Newsgroups has 40% instance-dependent, symmetric (sn) or asymmetric (asn) noise."""
+    seeds: int = 3
+    """Runs of each, with seeds 0, 1, ..."""
+    epochs: int | None = None
+    """Epochs of every run, in place of each one's own."""
+    json: Path | None = None
+    """Write the rows here too."""
+
+    def __post_init__(self) -> None:
+        check_count("seeds", self.seeds, 1)
+
+
+class Arrays(NamedTuple):
+    x: np.ndarray
+    given: np.ndarray
+    clean: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+def digits(seed: int) -> Arrays:
+    d = noisy_digits(0.4, seed)
+    x, test_x = (images.flatten(1).numpy() for images in (d.train_x, d.test_x))
+    return Arrays(x, d.train_given.numpy(), d.train_clean.numpy(), test_x, d.test_y.numpy())
+
+
+def newsgroups(seed: int, noise: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Arrays:
+    with np.load(data_folder() / "newsgroups20" / "embeddings.npz") as file:
+        x, test_x = (file[name].astype(np.float32) for name in ("train_x", "test_x"))
+        y, test_y = (file[name].astype(np.int64) for name in ("train_y", "test_y"))
+    return Arrays(x, noise(StandardScaler().fit_transform(x), y, seed), y, test_x, test_y)
+
+
+def cifar10n(seed: int, labels: str) -> Arrays:
+    folder = data_folder() / "cifar10"
+    with (
+        np.load(folder / "embeddings.npz") as file,
+        np.load(folder / "train_labels.npz") as train_labels,
+        np.load(folder / "test_labels.npz") as test_labels,
+    ):
+        x, test_x = (file[name].astype(np.float32) for name in ("train_x", "test_x"))
+        given, clean, test_y = train_labels[labels], train_labels["clean"], test_labels["clean"]
+    return Arrays(x, given.astype(np.int64), clean.astype(np.int64), test_x, test_y.astype(np.int64))
+
+
+LOADERS: dict[str, Callable[[int], Arrays]] = {
+    "digits": digits,
+    "newsgroups20": lambda seed: newsgroups(seed, lambda x, y, s: instance_dependent(x, y, 0.4, s).labels),
+    "newsgroups20-sn": lambda seed: newsgroups(seed, lambda x, y, s: symmetric(y, 0.4, s).labels),
+    "newsgroups20-asn": lambda seed: newsgroups(seed, lambda x, y, s: asymmetric(y, 0.4, s).labels),
+    "cifar10n-worst": lambda seed: cifar10n(seed, "human_worst"),
+    "cifar10n-aggregate": lambda seed: cifar10n(seed, "human_aggregate"),
+}
+
+
+def cross_entropy(d: Arrays, epochs: int, seed: int) -> float:
+    """The estimator's network and settings with plain cross-entropy."""
+    scaler = StandardScaler().fit(d.x)
+    x, test_x = (torch.from_numpy(scaler.transform(rows).astype(np.float32)) for rows in (d.x, d.test_x))
+    torch.manual_seed(seed)
+    net = with_transition(MLP(x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
+    train(net, CrossEntropy(), Samples(x, torch.from_numpy(d.given)), TrainConfig(epochs, seed=seed))
+    return accuracy(net, Samples(test_x, torch.from_numpy(d.test_y)))
+
+
+def measure(name: str, seed: int, epochs: int | None) -> tuple[float, float, float]:
+    """(accuracy of CE, accuracy of GNL, AUROC of GNL's noise probabilities)."""
+    if name == "digits-cnn":
+        config = DemoConfig(seed=seed) if epochs is None else DemoConfig(seed=seed, epochs=epochs)
+        ce, gnl = (run_method(method, noisy_digits(0.4, seed), config) for method in ("ce", "gnl"))
+        return ce.accuracy, gnl.accuracy, gnl.auroc
+    d = LOADERS[name](seed)
+    clf = GNLClassifier(random_state=seed, epochs="auto" if epochs is None else epochs).fit(d.x, d.given)
+    auroc = float(roc_auc_score(d.given != d.clean, clf.noise_probability_))
+    return cross_entropy(d, len(clf.history_), seed), float(clf.score(d.test_x, d.test_y)), auroc
+
+
+def main(config: Config) -> None:
+    rows: list[dict[str, Any]] = []
+    bar = tqdm([(name, seed) for name in config.data for seed in range(config.seeds)], unit="run")
+    values: dict[str, list[tuple[float, float, float]]] = {}
+    for name, seed in bar:
+        bar.set_description(f"{name} seed {seed}")
+        values.setdefault(name, []).append(measure(name, seed, config.epochs))
+    for name, found in values.items():
+        ce, gnl, auroc = np.array(found).T
+        rows.append(
+            {
+                "data": name,
+                "seeds": config.seeds,
+                "CE": round(100 * float(ce.mean()), 1),
+                "GNL": round(100 * float(gnl.mean()), 1),
+                "GNL std": round(100 * float(gnl.std()), 1),
+                "AUROC of w": round(float(auroc.mean()), 3),
+            }
+        )
+    show(rows, config.json)
+
+
+if __name__ == "__main__":
+    run_worker(Config, main)

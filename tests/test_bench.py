@@ -1,0 +1,55 @@
+"""Every benchmark runs at its smallest size and writes its rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def run(script, *args, **env):
+    command = [sys.executable, str(BENCH / script), *map(str, args)]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "columns"),
+    [
+        ("accuracy.py", ("--seeds", 1, "--epochs", 2), {"data", "CE", "GNL"}),
+        ("noise_filter.py", ("--samples", 2000, "--repeats", 1), {"samples", "ratio"}),
+        ("instance_noise.py", ("--samples", 200, "--features", 20), {"classes", "seconds"}),
+    ],
+)
+def test_smallest_size(tmp_path, script, args, columns):
+    out = tmp_path / "rows.json"
+    done = run(script, *args, "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert rows
+    assert all(columns <= row.keys() for row in rows)
+    for column in columns:
+        assert column in done.stdout
+
+
+def test_missing_data_is_said_in_one_sentence(tmp_path):
+    done = run("accuracy.py", "--data", "newsgroups20", "--seeds", 1, FASTGNL_DATA="")
+    assert done.returncode == 2
+    assert "FASTGNL_DATA is '', wanted the folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif("FASTGNL_DATA" not in os.environ, reason="FASTGNL_DATA is not set: no real data sets here")
+@pytest.mark.parametrize("name", ["newsgroups20", "cifar10n-worst"])
+def test_real_data_loads(name):
+    sys.path.insert(0, str(BENCH))
+    try:
+        from accuracy import LOADERS
+    finally:
+        sys.path.pop(0)
+    d = LOADERS[name](0)
+    assert len(d.x) == len(d.given) == len(d.clean)
+    assert 0.3 < (d.given != d.clean).mean() < 0.5

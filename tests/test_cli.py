@@ -1,0 +1,194 @@
+"""The command line, used as a person would: what it prints, writes and refuses."""
+
+import csv
+import re
+from html.parser import HTMLParser
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix, save_npz
+
+from fastgnl.cli import main
+from fastgnl.noise import symmetric
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def fastgnl(monkeypatch, capfd):
+    """The command, run in a folder."""
+
+    def run(*args, cwd):
+        monkeypatch.chdir(cwd)
+        monkeypatch.setenv("COLUMNS", "200")
+        code = 0
+        try:
+            main(list(map(str, args)))
+        except SystemExit as stop:
+            code = stop.code
+        return Done(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with features, string labels of which a fifth is wrong, and spoilt files."""
+    folder = tmp_path_factory.mktemp("audit")
+    g = np.random.default_rng(0)
+    clean = np.arange(600) % 4
+    X = g.standard_normal((600, 10)).astype(np.float32) + 3 * np.eye(10, dtype=np.float32)[clean]
+    names = np.array(["ash", "<b>elm</b>", "fir", "oak"])
+    given = names[symmetric(clean, 0.2, 0).labels]
+    np.save(folder / "X.npy", X)
+    np.save(folder / "y.npy", given)
+    np.save(folder / "clean.npy", names[clean])
+    (folder / "y.txt").write_text("\n".join(given) + "\n")
+    save_npz(folder / "X.npz", csr_matrix(X))
+    np.save(folder / "short.npy", given[:5])
+    np.save(folder / "float.npy", clean.astype(float))
+    np.save(folder / "one.npy", clean * 0)
+    np.save(folder / "flat.npy", X[:, 0])
+    np.save(folder / "words.npy", given[:, None])
+    np.save(folder / "objects.npy", np.array([{}] * 600, dtype=object))
+    np.save(folder / "nan.npy", np.where(X > 4, np.nan, X))
+    (folder / "junk.npy").write_bytes(b"not an array")
+    return folder
+
+
+def read(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Page(HTMLParser):
+    """Collects what a page would load and the text it shows."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.shown = [], ""
+        self.source = path.read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.shown += data
+
+    @property
+    def self_contained(self):
+        return all(link.startswith(("data:", "#")) for link in self.links) and "@import" not in self.source
+
+
+def test_audit_finds_the_wrong_labels(fastgnl, data):
+    done = fastgnl("audit", "X.npy", "y.npy", "--out", "found/suspects.csv", cwd=data)
+    assert done.code == 0, done.err
+    assert "labels look wrong" in done.out
+    rows = read(data / "found/suspects.csv")
+    given, clean = np.load(data / "y.npy"), np.load(data / "clean.npy")
+    index = np.array([int(row["index"]) for row in rows])
+    assert [int(row["rank"]) for row in rows] == list(range(1, len(rows) + 1))
+    assert (given[index] != clean[index]).mean() > 0.85
+    assert np.isin(np.flatnonzero(given != clean), index).mean() > 0.85
+    assert np.mean([row["suggested_label"] == clean[int(row["index"])] for row in rows]) > 0.85
+    assert all(row["given_label"] == given[int(row["index"])] for row in rows)
+    probabilities = [float(row["noise_probability"]) for row in rows]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert min(probabilities) >= 0.5
+    page = Page(data / "found/suspects.html")
+    assert f"{len(rows):,} of 600 labels look wrong" in page.shown
+    assert "<b>elm</b>" in page.shown  # a label is text, not markup
+    assert page.self_contained
+    assert sorted(path.name for path in (data / "found").iterdir()) == ["suspects.csv", "suspects.html"]
+
+
+def test_audit_of_sparse_features_and_a_text_file_of_labels(fastgnl, data):
+    done = fastgnl("audit", "X.npz", "y.txt", "--out", "sparse.csv", "--threshold", 0.9, cwd=data)
+    assert done.code == 0, done.err
+    assert len(read(data / "sparse.csv")) > 50
+
+
+def test_audit_twice_gives_the_same_list(fastgnl, data):
+    for name in ("a.csv", "b.csv"):
+        assert fastgnl("audit", "X.npy", "y.npy", "--out", name, cwd=data).code == 0
+    assert (data / "a.csv").read_bytes() == (data / "b.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("nope.npy", "y.npy"), "nope.npy does not exist"),
+        (("X.npy", "short.npy"), r"short.npy has shape \(5,\), wanted \(600,\)"),
+        (("X.npy", "float.npy"), "float.npy holds float64, wanted whole numbers or strings"),
+        (("X.npy", "one.npy"), "one.npy holds one class, wanted at least 2"),
+        (("flat.npy", "y.npy"), r"flat.npy has shape \(600,\), wanted \(samples, features\)"),
+        (("words.npy", "y.npy"), "wanted numbers"),
+        (("nan.npy", "y.npy"), "nan.npy holds NaN or infinity, wanted finite features"),
+        (("X.npy", "objects.npy"), "objects.npy cannot be read as plain numbers or strings"),
+        (("junk.npy", "y.npy"), "junk.npy cannot be read as plain numbers or strings"),
+        (("X.npy", "y.npy", "--out", "s.txt"), "out is s.txt, wanted a name that ends in .csv"),
+        (("X.npy", "y.npy", "--threshold", "7"), "threshold is 7.0, wanted a number from 0 to 1"),
+        (("X.npy", "y.npy", "--out", "X.npy/s.csv"), "cannot write X.npy/s.csv"),
+    ],
+)
+def test_audit_refuses_bad_input_in_one_sentence(fastgnl, data, args, sentence):
+    before = sorted(path.name for path in data.iterdir())
+    done = fastgnl("audit", *args, cwd=data)
+    assert done.code == 2
+    assert re.search(sentence, done.err), done.err
+    assert "Traceback" not in done.err
+    assert sorted(path.name for path in data.iterdir()) == before
+
+
+def test_a_file_from_before_survives_a_failure(fastgnl, data):
+    kept = data / "kept.csv"
+    kept.write_text("earlier work")
+    assert fastgnl("audit", "nan.npy", "y.npy", "--out", "kept.csv", cwd=data).code == 2
+    assert kept.read_text() == "earlier work"
+
+
+def test_doctor(fastgnl, tmp_path):
+    done = fastgnl("doctor", cwd=tmp_path)
+    assert done.code == 0, done.err
+    for word in ("torch", "triton", "ffcv", "deepspeed", "reference", "speed this machine up"):
+        assert word in done.out
+
+
+def test_demo_under_torchrun(fastgnl, tmp_path):
+    """The real demo with two workers, cut to four epochs."""
+    done = fastgnl("demo", "--epochs", 4, "--out", "page", cwd=tmp_path)
+    assert done.code == 0, done.err
+    table = [line.split() for line in done.out.splitlines() if line.startswith(("cross-entropy", "GNL"))]
+    assert [row[0] for row in table] == ["cross-entropy", "GNL"]
+    assert all(row[1].endswith("%") for row in table)
+    assert "epoch 4/4" in done.err
+    page = Page(tmp_path / "page/index.html")
+    assert page.self_contained
+    assert page.source.count("<svg") == 3
+    assert page.source.count('class="tile"') == 32
+    assert "2 worker(s)" in page.shown
+    assert [path.name for path in (tmp_path / "page").iterdir()] == ["index.html"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("demo", "--rate", "2"), "rate is 2.0, wanted a number from 0.01 to 0.9"),
+        (("demo", "--workers", "0"), "workers is 0, wanted a whole number of at least 1"),
+        (("demo", "--epochs", "1"), "epochs is 1, wanted a whole number of at least 2"),
+        (("train",), "train"),
+        ((), "demo"),
+    ],
+)
+def test_bad_commands(fastgnl, tmp_path, args, sentence):
+    done = fastgnl(*args, cwd=tmp_path)
+    assert done.code == 2
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert list(tmp_path.iterdir()) == []
