@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from results import data_folder, show
+from common import data_folder, show
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from results import show
+from common import show
 
 from fastgnl.cli import run_worker
 from fastgnl.errors import check_count

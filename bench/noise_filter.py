@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from results import show
+from common import show
 from sklearn.mixture import GaussianMixture
 
 from fastgnl.cli import run_worker
