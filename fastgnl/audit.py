@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse, load_npz
 
 from fastgnl import report
-from fastgnl.errors import InputError, check, check_range
+from fastgnl.errors import InputError, check, check_range, check_seed
 from fastgnl.estimator import GNLClassifier
-from fastgnl.files import written
+from fastgnl.files import check_writable, written
 
 COLUMNS = ("rank", "index", "given_label", "suggested_label", "noise_probability", "suggested_probability")
 SHOWN = 100
@@ -37,7 +37,12 @@ class AuditConfig:
 
     def __post_init__(self) -> None:
         check_range("threshold", self.threshold, 0, 1)
+        check_seed(self.seed, bits=32)
         check(self.out.suffix == ".csv", f"out is {self.out}, wanted a name that ends in .csv")
+
+    @property
+    def page(self) -> Path:
+        return self.out.with_suffix(".html")
 
 
 def _load(path: Path) -> Any:
@@ -58,11 +63,13 @@ def _load(path: Path) -> Any:
 def load_inputs(x_path: Path, y_path: Path) -> tuple[Any, NDArray[Any]]:
     """Features and labels, checked before anything is trained."""
     X, y = _load(x_path), _load(y_path)
-    check(X.ndim >= 2, f"{x_path} has shape {X.shape}, wanted (samples, features)")
-    check(np.issubdtype(X.dtype, np.number), f"{x_path} holds {X.dtype}, wanted numbers")
+    check(X.ndim == 2 and min(X.shape) > 0, f"{x_path} has shape {X.shape}, wanted (samples, features)")
+    check(np.isrealobj(X) and np.issubdtype(X.dtype, np.number), f"{x_path} holds {X.dtype}, wanted real numbers")
     check(y.shape == X.shape[:1], f"{y_path} has shape {y.shape}, wanted ({X.shape[0]},) as {x_path} has rows")
+    if y.dtype.kind == "S":
+        y = np.char.decode(y, "utf-8")
     check(
-        np.issubdtype(y.dtype, np.integer) or y.dtype.kind in "US",
+        np.issubdtype(y.dtype, np.integer) or y.dtype.kind == "U",
         f"{y_path} holds {y.dtype}, wanted whole numbers or strings",
     )
     values = X.data if issparse(X) else X
@@ -72,11 +79,13 @@ def load_inputs(x_path: Path, y_path: Path) -> tuple[Any, NDArray[Any]]:
 
 
 def suspects(clf: GNLClassifier, X: Any, y: NDArray[Any], threshold: float) -> list[tuple[Any, ...]]:
-    """The rows of the CSV, most suspicious first; a tie of probabilities is broken by the loss."""
+    """The rows of the CSV, most suspicious first; a tie of probabilities is broken by the loss.
+
+    A label the model would give itself is no suspect, however unsure the model is of it."""
     q_NC = clf.predict_proba(X)
     given = q_NC[np.arange(len(y)), np.searchsorted(clf.classes_, y)]
     order = np.lexsort((given, -clf.noise_probability_))
-    order = order[clf.noise_probability_[order] >= threshold]
+    order = order[(clf.noise_probability_[order] >= threshold) & (clf.suggested_labels_[order] != y[order])]
     return [
         (n + 1, int(i), y[i], clf.suggested_labels_[i], f"{clf.noise_probability_[i]:.4f}", f"{q_NC[i].max():.4f}")
         for n, i in enumerate(order)
@@ -90,7 +99,7 @@ def _page(path: Path, clf: GNLClassifier, y: NDArray[Any], rows: list[tuple[Any,
     left.set(title="samples by probability of a wrong label", xlabel="probability", yscale="log")
     report.heatmap(right, clf.transition_matrix_, "given label for each true one, %", names if len(names) <= 40 else [])
     right.tick_params(axis="x", rotation=90 if max(map(len, names)) > 2 else 0)
-    doubtful = clf.noise_probability_ >= config.threshold
+    doubtful = (clf.noise_probability_ >= config.threshold) & (clf.suggested_labels_ != y)
     per_class = sorted(
         ((float(doubtful[y == c].mean()), str(c), int((y == c).sum())) for c in clf.classes_), reverse=True
     )
@@ -114,7 +123,7 @@ def _page(path: Path, clf: GNLClassifier, y: NDArray[Any], rows: list[tuple[Any,
         path,
         f"{len(rows):,} of {len(y):,} labels look wrong",
         f"{config.x.name} with the labels of {config.y.name}: {len(names)} classes; listed are labels that are wrong "
-        f"with a probability of at least {config.threshold:g}.",
+        f"with a probability of at least {config.threshold:g}. Even flawless data have a few: look before you change.",
         body,
         f"fastgnl audit, seed {config.seed}",
     )
@@ -123,12 +132,13 @@ def _page(path: Path, clf: GNLClassifier, y: NDArray[Any], rows: list[tuple[Any,
 def run(config: AuditConfig) -> None:
     """Train, then write the list and its page."""
     X, y = load_inputs(config.x, config.y)
-    with written(config.out) as file:  # before training: a folder that cannot be written to is known at once
-        clf = GNLClassifier(random_state=config.seed, verbose=True).fit(X, y)
-        rows = suspects(clf, X, y, config.threshold)
+    check_writable(config.out)
+    check_writable(config.page)
+    clf = GNLClassifier(random_state=config.seed, verbose=True).fit(X, y)
+    rows = suspects(clf, X, y, config.threshold)
+    with written(config.out) as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows(rows)
-    page = config.out.with_suffix(".html")
-    _page(page, clf, y, rows, config)
-    print(f"{len(rows):,} of {len(y):,} labels look wrong\nlist: {config.out.resolve()}\npage: {page.resolve()}")
+    _page(config.page, clf, y, rows, config)
+    print(f"{len(rows):,} of {len(y):,} labels look wrong\nlist: {config.out.resolve()}\npage: {config.page.resolve()}")

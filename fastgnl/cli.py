@@ -1,6 +1,6 @@
 """The ``fastgnl`` command."""
 
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,13 +10,15 @@ import tyro
 
 from fastgnl import audit, demo, doctor
 from fastgnl.errors import InputError, check_count
+from fastgnl.files import check_writable
 
 Config = TypeVar("Config")
 
 
 def fail(error: Exception) -> None:
     """One sentence on standard error, and a non-zero exit."""
-    print(f"fastgnl: {error}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fastgnl: {error}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -53,14 +55,16 @@ Command = (
 
 
 def run_demo(config: Demo) -> None:
-    """Start torchrun's workers on this machine and wait for them."""
+    """Become torchrun with its workers on this machine, so that a signal reaches them."""
+    check_writable(config.page)
     options = [
         word
         for field in fields(demo.DemoConfig)
         for word in (f"--{field.name.replace('_', '-')}", str(getattr(config, field.name)))
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.workers}"]
-    sys.exit(subprocess.run([*launch, "-m", "fastgnl.demo", *options]).returncode)
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launch, "-m", "fastgnl.demo", *options])
 
 
 def main(args: list[str] | None = None) -> None:

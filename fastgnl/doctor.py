@@ -50,13 +50,12 @@ def advice() -> list[str]:
     found = []
     if not torch.cuda.is_available():
         found.append("no GPU is visible to torch: networks of ImageNet size want one")
+    if torch.get_num_threads() < (os.cpu_count() or 1):
+        found.append(f"torch uses {torch.get_num_threads()} of {os.cpu_count()} cores: unset OMP_NUM_THREADS")
     if installed("ffcv") is None:
-        found.append(f"ffcv is missing, the built-in loader is used: {HEADERS_COMMAND}")
+        found.append(f"ffcv is missing, for image files: {HEADERS_COMMAND}")
     if shutil.which("c++") is None and shutil.which("g++") is None:
         found.append("no C++ compiler: ffcv cannot be built")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads and int(threads) < (os.cpu_count() or 1) and "RANK" not in os.environ:
-        found.append(f"OMP_NUM_THREADS={threads} on {os.cpu_count()} cores: unset it for a single process")
     return found
 
 
@@ -71,7 +70,7 @@ def run() -> None:
         "\nobjective backend: reference (plain PyTorch), works, "
         f"{reference_step_ms():.2f} ms a step of 128 rows and 10 classes"
     )
-    print("loader: built-in, in memory")
+    print("loader: built-in, samples in memory (FFCV is not used yet)")
     suggestions = advice()
     print("\nWhat would speed this machine up:" if suggestions else "\nNothing to add.")
     for line in suggestions:

@@ -1,6 +1,7 @@
 """Bad input, reported in one sentence: what was given and what is wanted."""
 
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 
 class InputError(ValueError):
@@ -22,7 +23,7 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """The value of an option must lie in a closed interval (NaN lies in none)."""
     check(
-        isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high,
+        isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high,
         f"{name} is {value!r}, wanted a number from {low:g} to {high:g}",
     )
 
@@ -30,6 +31,12 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
 def check_count(name: str, value: int, least: int) -> None:
     """The value of an option must be a whole number, at least ``least``."""
     check(
-        isinstance(value, int) and not isinstance(value, bool) and value >= least,
+        isinstance(value, Integral) and not isinstance(value, bool) and value >= least,
         f"{name} is {value!r}, wanted a whole number of at least {least}",
     )
+
+
+def check_seed(seed: int, bits: int = 64) -> None:
+    """A seed is a whole number of so many bits."""
+    check_count("seed", seed, 0)
+    check(seed < 2**bits, f"seed is {seed}, wanted one below 2**{bits}")

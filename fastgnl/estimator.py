@@ -20,7 +20,7 @@ from fastgnl.mixture import noise_probability
 from fastgnl.networks import MLP
 from fastgnl.objective import Denominator, GNLObjective, GNLPair
 from fastgnl.progress import Progress
-from fastgnl.samples import Samples, slices
+from fastgnl.samples import Samples
 from fastgnl.trainer import Epoch, TrainConfig, eval_losses, predict_proba, train
 from fastgnl.transition import PairNet, TransitionNet, class_transition, with_transition
 
@@ -28,6 +28,17 @@ LEAST_STEPS = 600
 """epochs="auto" trains for this many steps where 20 epochs are fewer."""
 MOST_EPOCHS = 60
 INPUT: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float32, np.float64], "allow_nd": True}
+
+
+def _scaled(scaler: StandardScaler | None, X: Any) -> torch.Tensor | csr_array:
+    """Standardised float32 rows, a tensor or CSR."""
+    if issparse(X) and scaler is not None and scaler.with_mean:
+        X = X.toarray()
+    if scaler is not None:
+        X = scaler.transform(X if issparse(X) else X.reshape(len(X), -1)).reshape(X.shape)
+    rows = csr_array(X, dtype=np.float32) if issparse(X) else np.ascontiguousarray(X, np.float32)
+    check(bool(np.isfinite(rows.data if issparse(rows) else rows).all()), "X holds values too large for float32")
+    return rows if issparse(rows) else torch.from_numpy(rows)
 
 
 class GNLClassifier(ClassifierMixin, BaseEstimator):
@@ -39,16 +50,15 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
 
     Parameters
     ----------
-    backbone : a torch module that returns features, or a function (number of inputs) -> such a module;
+    backbone : a torch module that returns features, or a function (X.shape[1]) -> such a module;
         None is one hidden layer of ``hidden`` units with BatchNorm, ReLU and ``dropout``. The module itself is
         left as it is: ``fit`` trains a copy.
     epochs, batch_size, lr, weight_decay : as in ``TrainConfig``; epochs="auto" is 20, more for small data.
     warmup_epochs : epochs before labels are doubted; "auto" is a quarter of the epochs, at most 10.
-    direction, denominator, prior_kl, k_max : as in ``GNLObjective``; k_max="auto" caps the random candidates at
-        20 beyond 100 classes.
-    networks : 1, or 2 that teach each other (twice the time).
+    direction, denominator, prior_kl, k_max : as in ``GNLObjective``.
+    networks : 1, or 2 that teach each other (twice the time; ``backbone`` is then a function, or None).
     standardise : scale each feature to mean 0 and variance 1 first (sparse input is scaled, not centred).
-    random_state : an int fixes the result.
+    random_state : an int fixes the result (on the same machine and number of threads).
     verbose : show a progress bar.
 
     Attributes (N training samples, C classes)
@@ -103,16 +113,8 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
 
     def _more_inputs(self, X: Any) -> torch.Tensor | csr_array:
         """Rows to predict, checked and scaled like those of ``fit``."""
-        check_is_fitted(self)
-        return self._scaled(validate_data(self, X, reset=False, **INPUT))
-
-    def _scaled(self, X: Any) -> torch.Tensor | csr_array:
-        """Standardised float32 rows, a tensor or CSR."""
-        if issparse(X):
-            return csr_array(X if self.scaler_ is None else self.scaler_.transform(X), dtype=np.float32)
-        if self.scaler_ is not None:
-            X = self.scaler_.transform(X.reshape(len(X), -1)).reshape(X.shape)
-        return torch.from_numpy(np.ascontiguousarray(X, np.float32))
+        check_is_fitted(self, "net_")
+        return _scaled(self.scaler_, validate_data(self, X, reset=False, **INPUT))
 
     def _backbone(self, inputs: int) -> nn.Module:
         if self.backbone is None:
@@ -128,15 +130,25 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         return self.backbone(inputs)
 
     def _net(self, rows: Samples, num_classes: int, seed: int) -> TransitionNet | PairNet:
-        backbone = self._backbone(self.n_features_in_).eval()
+        """One network, or two; their width is what the backbone returns for a row."""
+        check(
+            self.networks == 1 or not isinstance(self.backbone, nn.Module),
+            "backbone is one module for networks=2, wanted a function that makes a new one each time",
+        )
+        backbones = tuple(self._backbone(self.n_features_in_).eval() for _ in range(self.networks))
         with torch.no_grad():
-            features = backbone(rows.rows(slice(0, 1)))
-        check(features.dim() == 2, f"the backbone returned shape {tuple(features.shape)}, wanted (rows, features)")
-        return with_transition(backbone, features.shape[1], num_classes, networks=self.networks, seed=seed)
+            features = backbones[0](rows.rows(slice(0, 1)))
+        given = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
+        check(
+            isinstance(given, tuple) and len(given) == 2,
+            f"the backbone returned {given}, wanted shape (rows, features)",
+        )
+        both = backbones if self.networks == 2 else backbones[0]
+        return with_transition(both, features.shape[1], num_classes, seed=seed)  # type: ignore[arg-type]
 
     def _schedule(self, num_samples: int, seed: int) -> tuple[TrainConfig, int]:
         """How to train, and the epochs of warm-up."""
-        check_count("batch_size", self.batch_size, 1)
+        check_count("batch_size", self.batch_size, 3)  # BatchNorm wants two rows, and batches may be one row shorter
         steps = -(-num_samples // self.batch_size)
         epochs = min(MOST_EPOCHS, max(20, -(-LEAST_STEPS // steps))) if self.epochs == "auto" else self.epochs
         config = TrainConfig(epochs, self.batch_size, self.lr, weight_decay=self.weight_decay, seed=seed)  # type: ignore[arg-type]
@@ -147,12 +159,16 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         """Train on X and the given labels y; ``eval_set=(X, y)`` adds a test accuracy to each ``history_`` entry."""
         X, y = validate_data(self, X, y, **INPUT)
         check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
-        N, C = len(labels), len(self.classes_)
+        classes, labels = np.unique(y, return_inverse=True)
+        N, C = len(labels), len(classes)
         check(C >= 2, f"y holds {C} class, wanted at least 2 classes")
+        check(
+            X.ndim == 2 or self.backbone is not None,
+            f"X has shape {X.shape}, wanted (samples, features), or a backbone that takes such rows",
+        )
+        check_choice("networks", self.networks, (1, 2))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         config, warmup = self._schedule(N, seed)
-        check_choice("networks", self.networks, (1, 2))
         objective = (GNLPair if self.networks == 2 else GNLObjective)(
             N,
             C,
@@ -160,32 +176,34 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
             direction=self.direction,
             denominator=self.denominator,
             prior_kl=self.prior_kl,
-            k_max=(20 if C > 100 else None) if self.k_max == "auto" else self.k_max,
+            k_max=self.k_max,
             seed=seed,
         )
-        self.scaler_ = StandardScaler(with_mean=not issparse(X)).fit(X.reshape(N, -1)) if self.standardise else None
-        samples = Samples(self._scaled(X), torch.from_numpy(labels))
-        test = None if eval_set is None else self._eval_samples(*eval_set)
+        scaler = StandardScaler(with_mean=not issparse(X)).fit(X.reshape(N, -1)) if self.standardise else None
+        samples = Samples(_scaled(scaler, X), torch.from_numpy(labels))
+        test = None if eval_set is None else self._eval_samples(eval_set, classes, scaler)
         with torch.random.fork_rng(devices=[]), Progress("GNL", N, config.epochs, self.verbose) as progress:
             torch.manual_seed(seed)
-            self.net_ = self._net(samples, C, seed)
-            self.history_: list[Epoch] = train(
-                self.net_, objective, samples, config, test, progress.on_batch, progress.on_epoch
-            )
-        losses = eval_losses(self.net_, samples)
+            net = self._net(samples, C, seed)
+            history = train(net, objective, samples, config, test, progress.on_batch, progress.on_epoch)
+        losses = eval_losses(net, samples)
+        self.classes_, self.scaler_, self.net_ = classes, scaler, net
+        self.history_: list[Epoch] = history
         self.noise_probability_ = noise_probability(losses if losses.dim() == 1 else losses.mean(0)).numpy()
-        self.losses_ = losses
-        self.suggested_labels_ = self.classes_[predict_proba(self.net_, samples).argmax(1).numpy()]
-        self.transition_matrix_ = class_transition(self.net_, (samples.rows(part) for part in slices(N, 256))).numpy()
+        self.suggested_labels_ = classes[predict_proba(net, samples).argmax(1).numpy()]
+        self.transition_matrix_ = class_transition(net, samples).numpy()
         return self
 
-    def _eval_samples(self, X: Any, y: Any) -> Samples:
-        X = validate_data(self, X, reset=False, **INPUT)
-        y = np.asarray(y)
+    def _eval_samples(self, eval_set: Any, classes: NDArray[Any], scaler: StandardScaler | None) -> Samples:
+        check(
+            isinstance(eval_set, tuple | list) and len(eval_set) == 2,
+            f"eval_set is a {type(eval_set).__name__}, wanted the pair (X, y)",
+        )
+        X, y = validate_data(self, eval_set[0], reset=False, **INPUT), np.asarray(eval_set[1])
         check(y.shape == (X.shape[0],), f"eval_set has {X.shape[0]} rows and labels of shape {y.shape}, wanted as many")
-        unknown = np.setdiff1d(y, self.classes_)
+        unknown = np.setdiff1d(y, classes)
         check(len(unknown) == 0, f"eval_set holds the label {unknown[:1].tolist()}, wanted only labels that y holds")
-        return Samples(self._scaled(X), torch.from_numpy(np.searchsorted(self.classes_, y)))
+        return Samples(_scaled(scaler, X), torch.from_numpy(np.searchsorted(classes, y)))
 
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """p(true label | x), [rows, C]."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
-from fastgnl.errors import check, check_choice, check_count, check_range
+from fastgnl.errors import check, check_choice, check_count, check_range, check_seed
 from fastgnl.kernels import philox
 from fastgnl.kernels.candidates import Coverage, PriorForm, candidate_sets, coverage_label
 from fastgnl.kernels.terms import Direction, EStep, PriorKL, log_denominator, row_terms
@@ -48,8 +48,8 @@ class GNLConfig:
     """Decay of the moving average M; 0 keeps the last q only."""
     tau: float = 0.5
     """Temperature of the coverage draw: c ~ M^(1/tau)."""
-    k_max: int | None = None
-    """Cap on the random candidates; None is the paper's rule, 20 suits more than about 100 classes."""
+    k_max: int | Literal["auto"] | None = "auto"
+    """Cap on the random candidates: None is the paper's rule, "auto" is it up to 100 classes and 20 beyond."""
     warmup_epochs: int = 10
     """Epochs before w is estimated."""
     coverage: Coverage = "sample"
@@ -77,15 +77,21 @@ class GNLConfig:
         check_range("beta", self.beta, 0, 1)
         # 1/tau beyond 8 would underflow float32 at 21,841 classes.
         check_range("tau", self.tau, 0.125, 100)
-        if self.k_max is not None:
-            check_count("k_max", self.k_max, 0)
+        if self.k_max not in ("auto", None):
+            check_count("k_max", self.k_max, 0)  # type: ignore[arg-type]
         check_count("warmup_epochs", self.warmup_epochs, 0)
         check_choice("coverage", self.coverage, get_args(Coverage))
         check_choice("uncertainty", self.uncertainty, get_args(Uncertainty))
         check_choice("prior_form", self.prior_form, get_args(PriorForm))
         check_choice("loss_source", self.loss_source, get_args(LossSource))
-        check_count("seed", self.seed, 0)
-        check(self.seed < 2**64, f"seed is {self.seed}, wanted one below 2**64")
+        check_seed(self.seed)
+
+    @property
+    def candidate_cap(self) -> int | None:
+        """k_max with "auto" settled."""
+        if self.k_max == "auto":
+            return 20 if self.num_classes > 100 else None
+        return self.k_max
 
 
 class Terms(NamedTuple):
@@ -105,19 +111,26 @@ class Terms(NamedTuple):
     """Whether S_i holds the clean label, [B]; None where it is not known."""
 
 
+def check_ids(name: str, given: Tensor, z: Tensor, size: int) -> None:
+    """A whole number below ``size`` for each row of z."""
+    check(given.shape == z.shape[:1], f"{name} has shape {tuple(given.shape)}, wanted ({len(z)},) as z has rows")
+    check(not given.is_floating_point() and given.dtype != torch.bool, f"{name} is {given.dtype}, wanted integers")
+    if given.device.type == "cpu":  # elsewhere the look would stall the device
+        low, high = (int(v) for v in given.aminmax())
+        check(low >= 0 and high < size, f"{name} holds {low if low < 0 else high}, wanted 0 to {size - 1}")
+
+
 def check_batch(z: Tensor, labels: Tensor, index: Tensor, num_samples: int, num_classes: int) -> None:
     """One batch of clean logits, given labels and sample ids."""
+    for name, given in (("z", z), ("labels", labels), ("index", index)):
+        check(isinstance(given, Tensor), f"{name} is a {type(given).__name__}, wanted a tensor")
     check(
         z.dim() == 2 and z.shape[1] == num_classes and len(z) > 0,
         f"z has shape {tuple(z.shape)}, wanted (B, {num_classes}) with B >= 1",
     )
     check(z.is_floating_point(), f"z is {z.dtype}, wanted a floating-point type")
-    for name, given, size in (("labels", labels, num_classes), ("index", index, num_samples)):
-        check(given.shape == z.shape[:1], f"{name} has shape {tuple(given.shape)}, wanted ({len(z)},) as z has rows")
-        check(not given.is_floating_point() and given.dtype != torch.bool, f"{name} is {given.dtype}, wanted integers")
-        if given.device.type == "cpu":  # elsewhere the look would stall the device
-            low, high = (int(v) for v in given.aminmax())
-            check(low >= 0 and high < size, f"{name} holds {low if low < 0 else high}, wanted 0 to {size - 1}")
+    check_ids("labels", labels, z, num_classes)
+    check_ids("index", index, z, num_samples)
     if index.device.type == "cpu":
         check(len(index.unique()) == len(index), "index names a sample twice, wanted each at most once in a batch")
 
@@ -194,10 +207,13 @@ class GNLObjective(nn.Module):
         """
         config = self.config
         check_batch(z, labels, index, config.num_samples, config.num_classes)
+        check(isinstance(t, Tensor), f"t is a {type(t).__name__}, wanted the noisy logits as a tensor")
         check(
             t.dim() in (2, 3) and (t.shape[0], t.shape[-1]) == z.shape,
             f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)",
         )
+        if clean is not None:
+            check_ids("clean", clean, z, config.num_classes)
         labels, index = labels.to(torch.int64), index.to(torch.int64)
         wide = torch.promote_types(z.dtype, torch.float32)
         l_BC = torch.log_softmax(z.to(wide), 1)
@@ -216,7 +232,7 @@ class GNLObjective(nn.Module):
                 free_BC,
                 warmup_BC[:, 0],
                 None if self.in_warmup else w[index],
-                k_max=config.k_max,
+                k_max=config.candidate_cap,
                 random_labels=config.uncertainty != "none",
                 form=config.prior_form,
             )
@@ -245,7 +261,9 @@ class GNLObjective(nn.Module):
         covered = None if clean is None else candidates.member_BC.gather(1, clean[:, None]).squeeze(1)
         return Terms(
             loss,
-            *(term.detach().mean() for term in terms_B),
+            terms_B.ce.detach().mean(),
+            terms_B.prior.detach().mean(),
+            terms_B.estep.detach().mean(),
             sample_loss_B,
             candidates.member_BC.sum(1),
             covered,
@@ -326,7 +344,7 @@ class GNLObjective(nn.Module):
 class GNLPair(nn.Module):
     """Two networks trained together (METHOD section 8), each with its own M and w.
 
-    Takes z and t of shape [2, B, C] (``with_transition(..., networks=2)``). Each network uses the w the
+    Takes z and t of shape [2, B, C] (``with_transition((first, second), ...)``). Each network uses the w the
     other estimated, and both coverage labels are in either candidate set.
     """
 
@@ -369,6 +387,9 @@ class GNLPair(nn.Module):
 
     def end_epoch(self, losses: Tensor | None = None) -> None:
         """``losses`` as for ``GNLObjective.end_epoch``, of shape [2, N]."""
+        if losses is not None:
+            wanted = (2, self.config.num_samples)
+            check(losses.shape == wanted, f"losses has shape {tuple(losses.shape)}, wanted {wanted}")
         for i, member in enumerate(self._members()):
             member.end_epoch(None if losses is None else losses[i])
 

@@ -1,5 +1,6 @@
 """The training loop: a network, an objective, samples. The same for one process and for torchrun's workers."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastgnl.distributed import is_distributed, rank, sum_over_ranks, world_size
-from fastgnl.errors import check_count, check_range
+from fastgnl.errors import check, check_count, check_range, check_seed
 from fastgnl.objective import Terms
 from fastgnl.samples import Samples, epoch_order, rank_part, slices
 from fastgnl.transition import PairNet, TransitionNet
@@ -38,7 +39,7 @@ class TrainConfig:
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0, 1)
         check_range("decay_at", self.decay_at, 0, 1)
-        check_count("seed", self.seed, 0)
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,18 @@ def train(
             optimizer.zero_grad()
             terms.loss.backward()
             optimizer.step()
-            tally.add(terms, samples.labels[index], clean)
+            tally.add(terms, len(batch), samples.labels[index], clean)
             if on_batch:
                 on_batch(len(batch))
         objective.end_epoch(eval_losses(net, samples) if _wants_eval_losses(objective) else None)
         schedule.step()
         seconds = time.perf_counter() - start
         history.append(tally.epoch(number, seconds, None if test is None else accuracy(net, test)))
+        check(
+            math.isfinite(history[-1].loss),
+            f"the loss became {history[-1].loss} in epoch {number + 1}, wanted a finite one: lower lr (it is "
+            f"{config.lr:g}) or scale the inputs",
+        )
         if on_epoch:
             on_epoch(history[-1])
     net.eval()
@@ -137,9 +143,11 @@ class _Tally:
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
 
-    def add(self, terms: Terms, labels: Tensor, clean: Tensor | None) -> None:
+    def add(self, terms: Terms, global_rows: int, labels: Tensor, clean: Tensor | None) -> None:
         size = terms.set_size.to(torch.float64)
-        means = torch.stack([terms.loss.detach(), terms.ce, terms.prior, terms.estep]).double() * len(size)
+        # terms.loss is weighted for DDP's average over ranks, the three terms are means over this rank's rows.
+        rows = size.new_tensor([global_rows / world_size(), len(size), len(size), len(size)])
+        means = torch.stack([terms.loss.detach(), terms.ce, terms.prior, terms.estep]).double() * rows
         if clean is None or terms.covered is None:
             known = means.new_full((5,), float("nan"))
         else:

@@ -3,15 +3,15 @@
 Axes: B rows, F features, C classes, K draws.
 """
 
-import copy
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fastgnl.errors import check, check_choice, check_count
+from fastgnl.errors import check, check_choice, check_count, check_seed
 from fastgnl.kernels import philox
+from fastgnl.samples import Samples, slices
 
 TransitionInput = Literal["logits", "sample", "none"]
 DOUBT = 0.1
@@ -49,6 +49,7 @@ class TransitionNet(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         feat_BF = self.backbone(x)
+        check(isinstance(feat_BF, Tensor), f"the backbone returned a {type(feat_BF).__name__}, wanted a tensor")
         check(
             feat_BF.dim() == 2 and feat_BF.shape[1] == self.num_features,
             f"the backbone returned shape {tuple(feat_BF.shape)}, wanted (B, {self.num_features})",
@@ -78,8 +79,8 @@ class TransitionNet(nn.Module):
         return iter(nn.functional.one_hot(race_KBC.argmin(-1), self.num_classes).to(z_BC.dtype))
 
     @torch.no_grad()
-    def transition(self, x: Tensor) -> Tensor:
-        """T(x)[a, b] = p(noisy = b | clean = a, x), [B, C, C]."""
+    def transition(self, x: Tensor, clean: Tensor | None = None) -> Tensor:
+        """T(x)[a, b] = p(noisy = b | clean = a, x), [B, C, C]; with ``clean``, its row T(x)[clean], [B, C]."""
         check(self.noisy is not None, "this network has no transition head, wanted transition_input other than 'none'")
         assert self.noisy is not None
         feat_BF, C = self.features(x), self.num_classes
@@ -87,8 +88,10 @@ class TransitionNet(nn.Module):
         if self.transition_input == "logits":
             log_CC = (certain_CC * (1 - DOUBT) + (1 - certain_CC) * DOUBT / (C - 1)).log()
             certain_CC = log_CC - log_CC.mean(1, keepdim=True)
-        rows = torch.cat([feat_BF.repeat_interleave(C, 0), certain_CC.repeat(len(feat_BF), 1)], 1)
-        return self.noisy(rows).softmax(1).view(-1, C, C)
+        # The head is linear: its value at [feat ; class] is a sum of two parts, each computed once.
+        of_feat, of_class = self.noisy.weight.split([self.num_features, C], 1)
+        t_BC, t_CC = feat_BF @ of_feat.T + self.noisy.bias, certain_CC @ of_class.T
+        return (t_BC[:, None] + t_CC if clean is None else t_BC + t_CC[clean]).softmax(-1)
 
     def predict_proba(self, x: Tensor) -> Tensor:
         """q = softmax(z), [B, C]."""
@@ -111,63 +114,56 @@ class PairNet(nn.Module):
     def predict_proba(self, x: Tensor) -> Tensor:
         return (self(x)[0].softmax(-1)).mean(0)
 
-    def transition(self, x: Tensor) -> Tensor:
+    def transition(self, x: Tensor, clean: Tensor | None = None) -> Tensor:
         """The mean of the two networks' T(x)."""
-        first, second = (cast(TransitionNet, net).transition(x) for net in self.nets)
+        first, second = (cast(TransitionNet, net).transition(x, clean) for net in self.nets)
         return (first + second) / 2
 
 
 def with_transition(
-    backbone: nn.Module,
+    backbone: nn.Module | tuple[nn.Module, nn.Module],
     num_features: int,
     num_classes: int,
     *,
     transition_input: TransitionInput = "logits",
     draws: int = 1,
-    networks: int = 1,
     seed: int = 0,
 ) -> TransitionNet | PairNet:
     """Wrap any module that returns features [B, num_features] into one that returns (z, t).
 
-    ``draws`` is the paper's K, for ``transition_input="sample"``. ``networks=2`` adds a second network, a copy
-    of the backbone with its resettable layers initialised anew, for ``GNLPair``.
+    ``draws`` is the paper's K, for ``transition_input="sample"``. Two backbones make two networks, for ``GNLPair``.
     """
-    check(isinstance(backbone, nn.Module), f"backbone is a {type(backbone).__name__}, wanted a torch.nn.Module")
+    backbones = backbone if isinstance(backbone, tuple) else (backbone,)
+    for part in backbones:
+        check(isinstance(part, nn.Module), f"backbone is a {type(part).__name__}, wanted a torch.nn.Module")
+    check_choice("the number of backbones", len(backbones), (1, 2))
+    check(len(set(map(id, backbones))) == len(backbones), "backbone is one module twice, wanted two that differ")
     check_count("num_features", num_features, 1)
     check_count("num_classes", num_classes, 2)
-    check_choice("transition_input", transition_input, ("logits", "sample", "none"))
+    check_choice("transition_input", transition_input, get_args(TransitionInput))
     check_count("draws", draws, 1)
-    check_choice("networks", networks, (1, 2))
-
-    def build(part: nn.Module, network: int) -> TransitionNet:
-        return TransitionNet(part, num_features, num_classes, transition_input, draws, seed, network)
-
-    first = build(backbone, 0)
-    if networks == 1:
-        return first
-    twin = copy.deepcopy(backbone)
-    for module in twin.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    return PairNet(first, build(twin, 1))
+    check_seed(seed)
+    nets = [
+        TransitionNet(part, num_features, num_classes, transition_input, draws, seed, network)
+        for network, part in enumerate(backbones)
+    ]
+    return nets[0] if len(nets) == 1 else PairNet(*nets)
 
 
 @torch.no_grad()
-def class_transition(net: TransitionNet | PairNet, batches: Iterator[Tensor]) -> Tensor:
-    """The class-level matrix [C, C]: mean of T(x) over the samples predicted as a.
+def class_transition(net: TransitionNet | PairNet, samples: Samples) -> Tensor:
+    """The class-level matrix [C, C]: mean of T(x)[a] over the samples predicted as a.
 
-    A class that no sample is predicted as takes the mean of T(x)[a] over all samples."""
+    A class that no sample is predicted as takes the mean over the first thousand samples."""
     C = net.num_classes
     total_CC = torch.zeros(C, C, dtype=torch.float64)
-    everyone_CC = torch.zeros(C, C, dtype=torch.float64)
     count_C = torch.zeros(C, dtype=torch.float64)
-    rows = 0
-    for x in batches:
-        T_BCC = net.transition(x).double().cpu()
-        a_B = net.predict_proba(x).argmax(1).cpu()
-        total_CC.index_add_(0, a_B, T_BCC[torch.arange(len(a_B)), a_B])
-        count_C += torch.bincount(a_B, minlength=C)
-        everyone_CC += T_BCC.sum(0)
-        rows += len(a_B)
-    return torch.where(count_C[:, None] > 0, total_CC / count_C.clamp(min=1)[:, None], everyone_CC / max(rows, 1))
+    for part in slices(len(samples)):
+        x = samples.rows(part)
+        a_B = net.predict_proba(x).argmax(1)
+        total_CC.index_add_(0, a_B.cpu(), net.transition(x, a_B).double().cpu())
+        count_C += torch.bincount(a_B.cpu(), minlength=C)
+    x = samples.rows(slice(0, 1000))
+    for a in (count_C == 0).nonzero().flatten():
+        total_CC[a] = net.transition(x, a.expand(len(x)).to(x.device)).double().mean(0).cpu()
+    return total_CC / count_C.clamp(min=1)[:, None]

@@ -13,6 +13,7 @@ class Batch:
     t: Tensor
     labels: Tensor
     index: Tensor
+    clean: Tensor | None = None
 
 
 @pytest.fixture

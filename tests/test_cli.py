@@ -2,7 +2,11 @@
 
 import csv
 import re
+import signal
+import subprocess
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 from scipy.sparse import csr_matrix, save_npz
 
 from fastgnl.cli import main
+from fastgnl.files import written
 from fastgnl.noise import symmetric
 
 
@@ -57,6 +62,13 @@ def data(tmp_path_factory):
     np.save(folder / "words.npy", given[:, None])
     np.save(folder / "objects.npy", np.array([{}] * 600, dtype=object))
     np.save(folder / "nan.npy", np.where(X > 4, np.nan, X))
+    np.save(folder / "complex.npy", X * 1j)
+    np.save(folder / "images.npy", X.reshape(600, 2, 5))
+    np.save(folder / "empty.npy", X[:0, :4])
+    np.save(folder / "big.npy", X.astype(float) * np.where(np.arange(600) < 300, 1e200, 1e-200)[:, None])
+    np.save(folder / "bytes.npy", np.char.encode(given, "utf-8"))
+    (folder / "folder.csv").mkdir()
+    (folder / "page.html").mkdir()
     (folder / "junk.npy").write_bytes(b"not an array")
     return folder
 
@@ -98,6 +110,7 @@ def test_audit_finds_the_wrong_labels(fastgnl, data):
     assert np.isin(np.flatnonzero(given != clean), index).mean() > 0.85
     assert np.mean([row["suggested_label"] == clean[int(row["index"])] for row in rows]) > 0.85
     assert all(row["given_label"] == given[int(row["index"])] for row in rows)
+    assert all(row["given_label"] != row["suggested_label"] for row in rows)
     probabilities = [float(row["noise_probability"]) for row in rows]
     assert probabilities == sorted(probabilities, reverse=True)
     assert min(probabilities) >= 0.5
@@ -115,8 +128,8 @@ def test_audit_of_sparse_features_and_a_text_file_of_labels(fastgnl, data):
 
 
 def test_audit_twice_gives_the_same_list(fastgnl, data):
-    for name in ("a.csv", "b.csv"):
-        assert fastgnl("audit", "X.npy", "y.npy", "--out", name, cwd=data).code == 0
+    for name, labels in (("a.csv", "y.npy"), ("b.csv", "bytes.npy")):
+        assert fastgnl("audit", "X.npy", labels, "--out", name, cwd=data).code == 0
     assert (data / "a.csv").read_bytes() == (data / "b.csv").read_bytes()
 
 
@@ -128,7 +141,14 @@ def test_audit_twice_gives_the_same_list(fastgnl, data):
         (("X.npy", "float.npy"), "float.npy holds float64, wanted whole numbers or strings"),
         (("X.npy", "one.npy"), "one.npy holds one class, wanted at least 2"),
         (("flat.npy", "y.npy"), r"flat.npy has shape \(600,\), wanted \(samples, features\)"),
-        (("words.npy", "y.npy"), "wanted numbers"),
+        (("words.npy", "y.npy"), "wanted real numbers"),
+        (("complex.npy", "y.npy"), "wanted real numbers"),
+        (("images.npy", "y.npy"), r"images.npy has shape \(600, 2, 5\), wanted \(samples, features\)"),
+        (("empty.npy", "y.npy"), r"empty.npy has shape \(0, 4\), wanted \(samples, features\)"),
+        (("big.npy", "y.npy"), "X holds values too large for float32|the loss became"),
+        (("X.npy", "y.npy", "--seed", "-1"), "seed is -1, wanted a whole number"),
+        (("X.npy", "y.npy", "--out", "folder.csv"), "cannot write folder.csv: it is a folder"),
+        (("X.npy", "y.npy", "--out", "page.csv"), "cannot write page.html: it is a folder"),
         (("nan.npy", "y.npy"), "nan.npy holds NaN or infinity, wanted finite features"),
         (("X.npy", "objects.npy"), "objects.npy cannot be read as plain numbers or strings"),
         (("junk.npy", "y.npy"), "junk.npy cannot be read as plain numbers or strings"),
@@ -146,11 +166,21 @@ def test_audit_refuses_bad_input_in_one_sentence(fastgnl, data, args, sentence):
     assert sorted(path.name for path in data.iterdir()) == before
 
 
-def test_a_file_from_before_survives_a_failure(fastgnl, data):
-    kept = data / "kept.csv"
+def test_a_file_from_before_survives_a_failure(tmp_path):
+    kept = tmp_path / "kept.csv"
     kept.write_text("earlier work")
-    assert fastgnl("audit", "nan.npy", "y.npy", "--out", "kept.csv", cwd=data).code == 2
+    kept.chmod(0o600)
+    with pytest.raises(ZeroDivisionError), written(kept) as file:
+        file.write(f"half {1 / 0}")
     assert kept.read_text() == "earlier work"
+    assert list(tmp_path.iterdir()) == [kept]
+    link = tmp_path / "link.csv"
+    link.symlink_to(kept)
+    with written(link) as file:
+        file.write("whole")
+    assert kept.read_text() == "whole"
+    assert link.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o600
 
 
 def test_doctor(fastgnl, tmp_path):
@@ -160,10 +190,17 @@ def test_doctor(fastgnl, tmp_path):
         assert word in done.out
 
 
-def test_demo_under_torchrun(fastgnl, tmp_path):
+def demo(*args, cwd):
+    """The command in a process of its own: it becomes torchrun."""
+    command = [sys.executable, "-c", "from fastgnl.cli import main; main()", "demo", *map(str, args)]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_demo_under_torchrun(tmp_path):
     """The real demo with two workers, cut to four epochs."""
-    done = fastgnl("demo", "--epochs", 4, "--out", "page", cwd=tmp_path)
-    assert done.code == 0, done.err
+    process = demo("--epochs", 4, "--out", "page", cwd=tmp_path)
+    done = Done(0, *process.communicate())
+    assert process.returncode == 0, done.err
     table = [line.split() for line in done.out.splitlines() if line.startswith(("cross-entropy", "GNL"))]
     assert [row[0] for row in table] == ["cross-entropy", "GNL"]
     assert all(row[1].endswith("%") for row in table)
@@ -176,9 +213,31 @@ def test_demo_under_torchrun(fastgnl, tmp_path):
     assert [path.name for path in (tmp_path / "page").iterdir()] == ["index.html"]
 
 
+def test_a_stopped_demo_leaves_no_worker_behind(tmp_path):
+    process = demo("--out", "page", cwd=tmp_path)
+    for line in process.stderr:  # the bar: the workers are training
+        if "row/s" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    command = "fastgnl.demo --rate 0.4 --epochs 40 --seed 0 --out page"
+    running = [p for p in Path("/proc").glob("[0-9]*/cmdline") if command in read_quietly(p)]
+    assert running == []
+
+
+def read_quietly(path):
+    try:
+        return path.read_text().replace("\0", " ")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
+        (("demo", "--seed", str(2**32)), "seed is 4294967296, wanted one below 2**32"),
+        (("demo", "--out", "/proc/nowhere"), "cannot write /proc/nowhere/index.html"),
         (("demo", "--rate", "2"), "rate is 2.0, wanted a number from 0.01 to 0.9"),
         (("demo", "--workers", "0"), "workers is 0, wanted a whole number of at least 1"),
         (("demo", "--epochs", "1"), "epochs is 1, wanted a whole number of at least 2"),

@@ -28,7 +28,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_rank, ranks):
-    """6 epochs of 3 steps in float64, BatchNorm and every denominator included; 31 rows do not divide evenly."""
+    """6 epochs of 3 steps in float64, BatchNorm and every denominator included; batches of 31 and 30 rows."""
     many = run(tmp_path_factory, ranks)
     for case in CASES:
         assert one_rank[case].keys() == many[case].keys()

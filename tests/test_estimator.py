@@ -15,7 +15,7 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
-from fastgnl import GNLClassifier
+from fastgnl import GNLClassifier, GNLObjective
 from fastgnl.digits import noisy_digits
 from fastgnl.errors import InputError
 from fastgnl.networks import SmallCNN
@@ -175,7 +175,10 @@ def test_survives_pickling():
         ({"direction": "up"}, "direction is 'up', wanted one of"),
         ({"epochs": 0}, "epochs is 0, wanted a whole number"),
         ({"epochs": "many"}, "epochs is 'many', wanted a whole number"),
-        ({"batch_size": -3}, "batch_size is -3"),
+        ({"batch_size": 2}, "batch_size is 2, wanted a whole number of at least 3"),
+        ({"networks": 2, "backbone": nn.Linear(6, 4)}, "backbone is one module for networks=2"),
+        ({"k_max": -1}, "k_max is -1"),
+        ({"lr": 1e3, "standardise": False}, "lr is 1000.0, wanted a number from 0 to 100"),
         ({"networks": 3}, "networks is 3, wanted one of 1, 2"),
         ({"backbone": 5}, "backbone is a int, wanted a torch module"),
         ({"backbone": nn.Flatten(0)}, "the backbone returned shape"),
@@ -200,5 +203,60 @@ def test_bad_data():
         GNLClassifier().fit(X, y, eval_set=(X, y[:3]))
     with pytest.raises(InputError, match=r"eval_set holds the label \[9\]"):
         GNLClassifier().fit(X, y, eval_set=(X[:1], [9]))
+    with pytest.raises(InputError, match=r"eval_set is a list|eval_set is a tuple"):
+        GNLClassifier().fit(X, y, eval_set=[(X, y)])
+    with pytest.raises(InputError, match="X holds values too large for float32"):
+        GNLClassifier(standardise=False).fit(X * 1e200, y)
+    with pytest.raises(InputError, match=r"X has shape \(240, 2, 3\), wanted \(samples, features\)"):
+        GNLClassifier().fit(X.reshape(240, 2, 3), y)
     with pytest.raises(NotFittedError):
         GNLClassifier().predict(X)
+
+
+def test_a_failed_fit_leaves_no_half_fitted_model():
+    X, y = small()
+    clf = GNLClassifier(**QUICK, direction="up")
+    with pytest.raises(InputError):
+        clf.fit(X, y)
+    with pytest.raises(NotFittedError):
+        clf.predict(X)
+    clf.set_params(direction="y->x").fit(X, y)
+    before = clf.predict_proba(X)
+    with pytest.raises(InputError):
+        clf.set_params(direction="up").fit(X, y[::-1].copy())
+    assert np.array_equal(clf.predict_proba(X), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ({"denominator": "dataset", "k_max": 3}, {"denominator": "dataset", "k_max": 3}),
+        ({"direction": "x->y", "prior_kl": "forward"}, {"direction": "x->y", "prior_kl": "forward"}),
+        ({"epochs": 12}, {"warmup_epochs": 3, "k_max": "auto"}),
+        ({"epochs": 12, "warmup_epochs": 7}, {"warmup_epochs": 7}),
+    ],
+)
+def test_parameters_reach_the_objective(monkeypatch, given, settled):
+    made = []
+
+    class Spy(GNLObjective):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self.config)
+
+    monkeypatch.setattr("fastgnl.estimator.GNLObjective", Spy)
+    X, y = small(n=60)
+    GNLClassifier(hidden=8, **{"epochs": 2, **given}).fit(X, y)
+    assert {name: getattr(made[0], name) for name in settled} == settled
+
+
+def test_dense_then_sparse():
+    X, y = small()
+    clf = GNLClassifier(**QUICK).fit(X, y)
+    np.testing.assert_allclose(clf.predict_proba(csr_matrix(X)), clf.predict_proba(X), atol=1e-6)
+
+
+def test_numpy_numbers_are_numbers():
+    X, y = small(n=60)
+    search = GridSearchCV(GNLClassifier(hidden=8, lr=np.float32(0.01)), {"epochs": np.arange(2, 4)}, cv=2).fit(X, y)
+    assert search.best_params_["epochs"] in (2, 3)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 from scipy.stats import chisquare, kstest, truncnorm
 
 from fastgnl.errors import InputError
@@ -48,23 +49,33 @@ def test_instance_dependent_transition_is_the_law_of_the_labels():
         assert abs(drawn[band].mean() - noise.transition[band].mean()) < 0.01
 
 
-def test_instance_dependent_noise_follows_the_input():
-    """The flipped-to class is softmax(x W[y]): equal inputs have equal odds, and W[c] is the class's own."""
-    twice = np.concatenate([X[:50], X[:50]])
-    labels = np.concatenate([LABELS[:50], LABELS[:50]])
-    P = instance_dependent(twice, labels, 0.3, seed=2, num_classes=C).transition
-    off = P / (1 - P[np.arange(100), labels])[:, None]
-    off[np.arange(100), labels] = 0
-    np.testing.assert_allclose(off[:50], off[50:], rtol=1e-5)
-    logits = np.log(np.where(off > 0, off, 1))
-    for c in range(C):  # log-odds are linear in x: 12 inputs explain them exactly
-        rows = labels[:50] == c
-        others = [j for j in range(C) if j != c]
-        odds = logits[:50][rows][:, others[1:]] - logits[:50][rows][:, others[:1]]
-        inputs = X[:50][rows]
-        if rows.sum() > 12:
-            residual = np.linalg.lstsq(inputs, odds, rcond=None)[1]
-            assert (residual < 1e-6).all()
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.95])
+def test_flip_rates_are_truncated_not_clipped(rate):
+    P = instance_dependent(X, LABELS, rate, seed=4).transition
+    law = truncnorm((0 - rate) / 0.1, (1 - rate) / 0.1, loc=rate, scale=0.1)
+    assert kstest(1 - P[np.arange(N), LABELS], law.cdf).pvalue > 1e-4
+
+
+def test_projections_are_standard_normal_and_each_class_has_its_own():
+    """log P_ij - log P_ik = x (W_j - W_k) off the diagonal: recover the differences of W's columns."""
+    noise = instance_dependent(X, LABELS, 0.3, seed=2)
+    found = []
+    for c in range(C):
+        rows = c == LABELS
+        first, *others = (j for j in range(C) if j != c)
+        log_P = np.log(noise.transition[rows])
+        odds = log_P[:, others] - log_P[:, [first]]
+        W, residual, *_ = np.linalg.lstsq(X[rows], odds, rcond=None)
+        assert (residual < 1e-6).all()  # linear in x, without an offset
+        found.append(W)
+    differences = np.concatenate([W.ravel() for W in found])
+    assert abs(differences.std() - np.sqrt(2)) < 0.2  # 288 differences of two standard normals
+    # Differences of two of them are normal again with variance 2, and 4 columns less one are independent.
+    pairs = np.concatenate([(W[:, 0] - W[:, 1]).ravel() for W in found] + [(W[:, 2] - W[:, 3]).ravel() for W in found])
+    assert kstest(pairs / np.sqrt(2), "norm").pvalue > 1e-3
+    for a in range(C):
+        for b in range(a):
+            assert np.abs(found[a] - found[b]).max() > 0.5
 
 
 @pytest.mark.parametrize(
@@ -118,8 +129,13 @@ BAD = [
     (lambda: symmetric([[1]], 0.1), r"labels has shape \(1, 1\), wanted \(N,\)"),
     (lambda: asymmetric(LABELS, 0.1, mapping={0: 9}), "mapping holds class 9, wanted 0 to 5"),
     (lambda: instance_dependent(X[:9], LABELS, 0.1), "x has 9 rows, wanted 30000"),
-    (lambda: instance_dependent(X * np.nan, LABELS, 0.1), "x holds NaN or infinity"),
+    (lambda: instance_dependent(X * np.nan, LABELS, 0.1), "x holds NaN or what is infinite in float32"),
+    (lambda: instance_dependent(X * 1e200, LABELS, 0.1), "x holds NaN or what is infinite in float32"),
     (lambda: instance_dependent(X.astype(str), LABELS, 0.1), "wanted numbers"),
+    (lambda: instance_dependent(X * 1j, LABELS, 0.1), "wanted numbers"),
+    (lambda: instance_dependent(csr_matrix(X), LABELS, 0.1), "x is a sparse matrix, wanted a dense array"),
+    (lambda: instance_dependent(X[:, 0], LABELS, 0.1), r"x has shape \(30000,\), wanted \(samples, features\)"),
+    (lambda: symmetric(LABELS, "a"), "rate is 'a', wanted a number from 0 to 1"),
 ]
 
 

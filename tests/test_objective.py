@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from fastgnl import GNLObjective, GNLPair
+from fastgnl import GNLObjective, GNLPair, mixture
+from fastgnl import objective as objective_module
 from fastgnl.errors import InputError
+from fastgnl.kernels import candidates, philox
 from fastgnl.kernels.terms import log_denominator, row_terms
 from fastgnl.mixture import noise_probability
+from fastgnl.objective import GNLConfig
 
 
 def step(objective, b, **options):
@@ -53,11 +56,85 @@ def test_batch_denominator_is_the_column_sum(make_batch):
     b = make_batch()
     terms = step(certain_sets(), b)
     assert (terms.set_size == 5).all()
-    torch.testing.assert_close(terms.loss, formula(b, torch.softmax(b.z, 1).sum(0)), rtol=1e-6, atol=1e-6)
+    expected = formula(b, torch.softmax(b.z, 1).sum(0))
+    torch.testing.assert_close(terms.loss, expected, rtol=1e-6, atol=1e-6)
+    (grad, expected_grad) = (torch.autograd.grad(loss, b.z)[0] for loss in (terms.loss, expected))
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-8)
+
+
+OPTIONS = [
+    {"direction": "x->y"},
+    {"prior_kl": "forward"},
+    {"prior_kl": "ce"},
+    {"estep": "literal"},
+    {"direction": "x->y", "estep": "literal"},
+    {"k_max": 3},
+    {"tau": 0.25},
+    {"prior_form": "additive"},
+    {"coverage": "argmax"},
+    {"coverage": "none"},
+    {"uncertainty": "none"},
+    {"seed": 5},
+]
+
+
+@pytest.mark.parametrize("options", [{}, *OPTIONS], ids=str)
+@pytest.mark.parametrize("warmup_epochs", [0, 1])
+def test_every_option_reaches_the_formulas(make_batch, options, warmup_epochs):
+    """A step against the functions of ``kernels`` put together by hand, and against the step without the option."""
+    b = make_batch(B=32, C=9, N=40)
+    objective = GNLObjective(40, 9, warmup_epochs=warmup_epochs, **options)
+    table = torch.rand(40, 9, generator=torch.Generator().manual_seed(5))
+    objective.M_NC.copy_(table / table.sum(1, keepdim=True))
+    objective.w_N.copy_(torch.rand(40, generator=torch.Generator().manual_seed(6)))
+    old, config = objective.M_NC.clone(), objective.config
+    terms = step(objective, b)
+
+    words = philox.words(config.seed, b.index, 9, 0, [philox.COVERAGE, philox.FREE, philox.WARMUP])
+    cover = candidates.coverage_label(old[b.index], words[0], config.tau, config.coverage)
+    sets = candidates.candidate_sets(
+        b.labels,
+        [] if config.coverage == "none" else [cover],
+        words[1],
+        words[2, :, 0],
+        None if warmup_epochs else objective.w_N[b.index],
+        k_max=config.k_max if isinstance(config.k_max, int) else None,
+        random_labels=config.uncertainty != "none",
+        form=config.prior_form,
+    )
+    l = torch.log_softmax(b.z, 1)
+    chosen = {"direction": config.direction, "prior_kl": config.prior_kl, "estep": config.estep}
+    log_D = log_denominator(l.exp().sum(0))
+    expected = row_terms(l, b.t[:, None], b.labels, sets.log_prior_BC, log_D, **chosen)
+    torch.testing.assert_close(terms.loss, sum(expected).mean())
+    assert torch.equal(terms.set_size, sets.member_BC.sum(1))
+    assert config == GNLConfig(40, 9, warmup_epochs=warmup_epochs, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_makes_a_difference(make_batch, options):
+    losses = []
+    for chosen in ({}, options):
+        objective = GNLObjective(400, 9, warmup_epochs=0, **chosen)
+        table = torch.rand(400, 9, generator=torch.Generator().manual_seed(5))
+        objective.M_NC.copy_(table / table.sum(1, keepdim=True))
+        objective.w_N.fill_(0.6)
+        losses.append(step(objective, make_batch(B=400, C=9, N=400)).loss)
+    assert (losses[0] - losses[1]).abs() > 1e-4
+
+
+@pytest.mark.parametrize(("C", "cap"), [(100, None), (101, 20)])
+def test_random_candidates_are_capped_beyond_100_classes(C, cap):
+    objective = GNLObjective(30, C, warmup_epochs=0, coverage="none")
+    objective.w_N.fill_(1.0)
+    zeros = torch.zeros(30, C)
+    terms = objective(zeros, zeros, torch.arange(30), torch.arange(30))
+    assert (terms.set_size == 1 + (cap or C - 1)).all()
 
 
 def test_the_moving_average(make_batch):
-    objective, b = GNLObjective(40, 5, beta=0.7), make_batch()
+    objective, b = GNLObjective(40, 5, beta=0.7), make_batch(scale=8.0)
+    assert torch.softmax(b.z, 1).min() < 1e-6  # so that the clip is at work
     untouched = torch.ones(40, dtype=torch.bool)
     untouched[b.index] = False
     expected = torch.full((16, 5), 0.2, dtype=torch.float64)
@@ -65,7 +142,7 @@ def test_the_moving_average(make_batch):
         step(objective, b)
         q = torch.softmax(b.z.detach(), 1).clamp(1e-4, 1 - 1e-4)
         expected = 0.7 * expected + 0.3 * q / q.sum(1, keepdim=True)
-    torch.testing.assert_close(objective.M_NC[b.index].double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(objective.M_NC[b.index].double(), expected, rtol=1e-5, atol=1e-9)
     assert (objective.M_NC[untouched] == 0.2).all()
     assert int(objective.step) == 3
 
@@ -169,8 +246,33 @@ def test_state_dict_restores_everything(make_batch):
         assert torch.equal(value.nan_to_num(-1), restored.state_dict()[name].nan_to_num(-1)), name
 
 
-def test_eval_mode_changes_no_state(make_batch):
-    objective = GNLObjective(40, 5, denominator="window").eval()
+def test_each_step_draws_anew(make_batch):
+    b = make_batch(B=32, C=12, N=40)
+    objective = GNLObjective(40, 12, beta=1.0)
+    assert not torch.equal(step(objective, b).set_size, step(objective, b).set_size)
+
+
+def test_the_column_sum_is_made_exact_at_the_end_of_an_epoch(make_batch):
+    objective = GNLObjective(40, 5, denominator="dataset")
+    step(objective, make_batch())
+    objective.column_sum_C += 0.3  # what rounding would pile up
+    objective.end_epoch()
+    torch.testing.assert_close(objective.column_sum_C, objective.M_NC.sum(0))
+
+
+def test_the_specified_constants():
+    config = GNLConfig(2, 2)
+    assert (config.beta, config.tau, config.k_max, config.warmup_epochs) == (0.9, 0.5, "auto", 10)
+    assert (config.direction, config.denominator, config.prior_kl) == ("y->x", "batch", "reverse")
+    assert (candidates.FLOOR, objective_module.CLIP) == (1e-9, 1e-4)
+    assert (mixture.MAX_ITER, mixture.TOLERANCE, mixture.VARIANCE_FLOOR) == (20, 1e-2, 5e-4)
+
+
+@pytest.mark.parametrize("denominator", ["batch", "window", "dataset"])
+def test_eval_mode_changes_no_state(make_batch, denominator):
+    objective = GNLObjective(40, 5, denominator=denominator)
+    step(objective, make_batch(seed=1))
+    objective.eval()
     before = {name: value.clone() for name, value in objective.state_dict().items()}
     step(objective, make_batch())
     for name, value in objective.state_dict().items():
@@ -268,6 +370,7 @@ BAD_OPTIONS = [
     ({"beta": float("nan")}, "beta is nan, wanted a number from 0 to 1"),
     ({"tau": 0.0}, "tau is 0.0, wanted a number from 0.125 to 100"),
     ({"k_max": -1}, "k_max is -1, wanted a whole number of at least 0"),
+    ({"k_max": "all"}, "k_max is 'all', wanted a whole number of at least 0"),
     ({"warmup_epochs": 1.5}, "warmup_epochs is 1.5, wanted a whole number"),
     ({"coverage": "top"}, "coverage is 'top', wanted one of"),
     ({"uncertainty": "gmm"}, "uncertainty is 'gmm', wanted one of"),
@@ -305,6 +408,7 @@ BAD_BATCHES = [
     (lambda b: change(b, labels=b.labels + 4), "labels holds [5-8], wanted 0 to 4"),
     (lambda b: change(b, labels=b.labels - 4), "labels holds -[1-4], wanted 0 to 4"),
     (lambda b: change(b, labels=b.labels.float()), "labels is torch.float32, wanted integers"),
+    (lambda b: change(b, clean=b.labels - 9), "clean holds -[5-9], wanted 0 to 4"),
     (lambda b: change(b, labels=b.labels[:-1]), r"labels has shape \(15,\), wanted \(16,\)"),
     (lambda b: change(b, index=b.index + 39), "index holds [4-7][0-9], wanted 0 to 39"),
     (lambda b: change(b, index=b.index * 0), "index names a sample twice"),
@@ -312,6 +416,8 @@ BAD_BATCHES = [
     (lambda b: change(b, z=b.z[:0]), r"z has shape \(0, 5\), wanted \(B, 5\) with B >= 1"),
     (lambda b: change(b, z=b.labels[:, None].expand(16, 5)), "z is torch.int64, wanted a floating-point type"),
     (lambda b: change(b, t=b.t[:8]), r"t has shape \(8, 5\), wanted \(16, 5\)"),
+    (lambda b: change(b, t=None), "t is a NoneType, wanted the noisy logits"),
+    (lambda b: change(b, labels=b.labels.tolist()), "labels is a list, wanted a tensor"),
     (lambda b: change(b, t=b.t[0]), r"t has shape \(5,\), wanted \(16, 5\)"),
 ]
 
@@ -320,7 +426,7 @@ BAD_BATCHES = [
 def test_bad_batches_are_refused_in_one_sentence_and_change_nothing(make_batch, spoil, sentence):
     objective, b = GNLObjective(40, 5), spoil(make_batch())
     with pytest.raises(InputError, match=sentence) as error:
-        step(objective, b)
+        step(objective, b, clean=getattr(b, "clean", None))
     assert "\n" not in str(error.value)
     assert int(objective.step) == 0
     assert (objective.M_NC == 0.2).all()
@@ -377,5 +483,9 @@ class TestPair:
 
     def test_wrong_shape(self, make_batch):
         b = make_batch()
+        pair = GNLPair(40, 5)
         with pytest.raises(InputError, match=r"z has shape \(16, 5\), wanted \(2, B, C\)"):
-            GNLPair(40, 5)(b.z, b.t, b.labels, b.index)
+            pair(b.z, b.t, b.labels, b.index)
+        with pytest.raises(InputError, match=r"losses has shape \(1, 40\), wanted \(2, 40\)"):
+            pair.end_epoch(torch.rand(1, 40))
+        assert [int(member.epoch) for member in pair.objectives] == [0, 0]

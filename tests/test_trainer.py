@@ -53,7 +53,8 @@ def small(seed=0, n=120):
 
 def fit(objective, samples, transition_input="logits", networks=1, **options):
     torch.manual_seed(0)
-    net = with_transition(MLP(5, 16), 16, 3, transition_input=transition_input, networks=networks)
+    backbone = MLP(5, 16) if networks == 1 else (MLP(5, 16), MLP(5, 16))
+    net = with_transition(backbone, 16, 3, transition_input=transition_input)
     return net, train(net, objective, samples, TrainConfig(**{"epochs": 8, "batch_size": 32, **options}), samples)
 
 
@@ -129,6 +130,15 @@ def test_the_order_is_keyed_by_seed_and_epoch():
 
 def test_slices_cover_everything_once():
     assert [i for part in slices(2500) for i in range(part.start, part.stop)] == list(range(2500))
+
+
+def test_a_diverged_run_is_not_passed_off_as_a_result():
+    samples = small()
+    wild = Samples(samples.x * 1e30, samples.labels)
+    torch.manual_seed(0)
+    net = with_transition(torch.nn.Linear(5, 4), 4, 3)
+    with pytest.raises(InputError, match=r"the loss became (nan|inf) in epoch [12], wanted a finite one"):
+        train(net, GNLObjective(len(wild), 3), wild, TrainConfig(epochs=3))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,19 @@ from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
 from fastgnl.errors import InputError
+from fastgnl.samples import Samples
 from fastgnl.transition import class_transition
 
 
-def make(**options):
+def make(networks=1, **options):
     torch.manual_seed(0)
-    return with_transition(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), 8, 4, **options)
+    parts = tuple(nn.Sequential(nn.Linear(6, 8), nn.ReLU()) for _ in range(networks))
+    return with_transition(parts if networks > 1 else parts[0], 8, 4, **options)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return None
 
 
 X = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
@@ -60,6 +67,31 @@ def test_sampled_input_follows_q():
     torch.testing.assert_close(counts.sort().values / 20_000, q, atol=0.015, rtol=0)
 
 
+def test_draws_and_networks_have_their_own_random_numbers():
+    net = make(transition_input="sample", draws=2, networks=2)
+    first, second = net.nets
+    second.load_state_dict(first.state_dict())
+    x, index = X[:1].expand(500, -1), torch.arange(500)
+    with torch.no_grad():
+        _, t = net(x, index)
+    for a, b in ((t[0, :, 0], t[0, :, 1]), (t[0], t[1])):
+        assert 0.1 < (a - b).abs().amax(-1).gt(1e-3).float().mean() < 0.95  # equal at times, by chance
+
+
+def test_transition_asks_the_head_with_the_log_odds_of_each_class():
+    net = make().eval()
+    with torch.no_grad():
+        feat = net.backbone(X)
+        for a in range(4):
+            odds = torch.full((4,), 0.1 / 3).log()
+            odds[a] = torch.tensor(0.9).log()
+            t = net.noisy(torch.cat([feat, (odds - odds.mean()).expand(10, -1)], 1))
+            torch.testing.assert_close(net.transition(X)[:, a], t.softmax(1))
+        sampled = make(transition_input="sample").eval()
+        t = sampled.noisy(torch.cat([sampled.backbone(X), torch.eye(4)[1].expand(10, -1)], 1))
+        torch.testing.assert_close(sampled.transition(X)[:, 1], t.softmax(1))
+
+
 def test_sampled_input_trains_with_the_objective():
     net = make(transition_input="sample", draws=2)
     z, t = net(X, INDEX)
@@ -86,11 +118,16 @@ def test_transition_rows_are_distributions(options):
     T = net.transition(X)
     assert T.shape == (10, 4, 4)
     torch.testing.assert_close(T.sum(-1), torch.ones(10, 4))
-    matrix = class_transition(net, iter([X[:7], X[7:]]))
+    matrix = class_transition(net, Samples(X, INDEX))
     torch.testing.assert_close(matrix.sum(1), torch.ones(4, dtype=torch.float64))
     a = net.predict_proba(X).argmax(1)
     c = int(a[0])
     torch.testing.assert_close(matrix[c], T[a == c, c].double().mean(0))
+    absent = [c for c in range(4) if c not in a]
+    for c in absent:
+        torch.testing.assert_close(matrix[c], T[:, c].double().mean(0))
+    assert absent
+    torch.testing.assert_close(net.transition(X, a), T[torch.arange(10), a])
 
 
 def test_two_networks_start_apart_and_predict_their_mean():
@@ -110,7 +147,9 @@ def test_two_networks_start_apart_and_predict_their_mean():
         (lambda: with_transition(len, 8, 4), "backbone is a builtin_function_or_method, wanted a torch.nn.Module"),
         (lambda: make(transition_input="onehot"), "transition_input is 'onehot', wanted one of"),
         (lambda: make(draws=0), "draws is 0, wanted a whole number"),
-        (lambda: make(networks=3), "networks is 3, wanted one of 1, 2"),
+        (lambda: make(networks=3), "the number of backbones is 3, wanted one of 1, 2"),
+        (lambda: with_transition((nn.Linear(6, 8),) * 2, 8, 4), "backbone is one module twice, wanted two that differ"),
+        (lambda: with_transition(Nothing(), 8, 4)(X), "the backbone returned a NoneType, wanted a tensor"),
         (lambda: with_transition(nn.Identity(), 8, 1), "num_classes is 1"),
         (lambda: with_transition(nn.Identity(), 8, 4)(X), r"returned shape \(10, 6\), wanted \(B, 8\)"),
     ],

@@ -10,7 +10,7 @@ from fastgnl.distributed import is_distributed, process_group, rank, synchronise
 from fastgnl.samples import Samples
 from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
 
-N, F, C = 90, 7, 4
+N, F, C = 91, 7, 4
 CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
 
 
@@ -19,9 +19,10 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
     x = torch.randn(N, F, generator=g, dtype=torch.float64)
     labels = torch.randint(C, (N,), generator=g)
     torch.manual_seed(1)
-    backbone = nn.Sequential(nn.Linear(F, 16), nn.BatchNorm1d(16), nn.ReLU())
+    parts = [nn.Sequential(nn.Linear(F, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)]
+    backbone = tuple(parts) if case == "pair" else parts[0]
     head = "none" if case == "ce" else "logits"
-    net = with_transition(backbone, 16, C, transition_input=head, networks=2 if case == "pair" else 1).double()
+    net = with_transition(backbone, 16, C, transition_input=head, seed=1).double()
     if is_distributed():
         synchronise_batch_norm(net)
     options = {"warmup_epochs": 2, "k_max": 2, "seed": 3}
