@@ -27,18 +27,25 @@ from fastgnl.transition import PairNet, TransitionNet, class_transition, with_tr
 LEAST_STEPS = 600
 """epochs="auto" trains for this many steps where 20 epochs are fewer."""
 MOST_EPOCHS = 60
+LARGEST = 1e18
 INPUT: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float32, np.float64], "allow_nd": True}
+
+
+def _check_size(X: Any) -> None:
+    """float32 and the squares of variances must hold the features."""
+    values = X.data if issparse(X) else X
+    largest = float(np.abs(values).max()) if values.size else 0.0
+    check(largest <= LARGEST, f"X holds a value of size {largest:.1e}, wanted at most {LARGEST:.0e}")
 
 
 def _scaled(scaler: StandardScaler | None, X: Any) -> torch.Tensor | csr_array:
     """Standardised float32 rows, a tensor or CSR."""
+    _check_size(X)
     if issparse(X) and scaler is not None and scaler.with_mean:
         X = X.toarray()
     if scaler is not None:
         X = scaler.transform(X if issparse(X) else X.reshape(len(X), -1)).reshape(X.shape)
-    rows = csr_array(X, dtype=np.float32) if issparse(X) else np.ascontiguousarray(X, np.float32)
-    check(bool(np.isfinite(rows.data if issparse(rows) else rows).all()), "X holds values too large for float32")
-    return rows if issparse(rows) else torch.from_numpy(rows)
+    return csr_array(X, dtype=np.float32) if issparse(X) else torch.from_numpy(np.ascontiguousarray(X, np.float32))
 
 
 class GNLClassifier(ClassifierMixin, BaseEstimator):
@@ -179,6 +186,7 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
             k_max=self.k_max,
             seed=seed,
         )
+        _check_size(X)
         scaler = StandardScaler(with_mean=not issparse(X)).fit(X.reshape(N, -1)) if self.standardise else None
         samples = Samples(_scaled(scaler, X), torch.from_numpy(labels))
         test = None if eval_set is None else self._eval_samples(eval_set, classes, scaler)

@@ -94,7 +94,7 @@ def candidate_sets(
     if random_labels:
         named_BC = count_BC > 0
         free_B = num_classes - named_BC.sum(1)
-        k_B = random_count(noise_probability_B, free_B, count_words_B, num_classes, k_max).minimum(free_B)
+        k_B = random_count(noise_probability_B, free_B, count_words_B, num_classes, k_max)
         count_BC = count_BC + smallest_free_keys(named_BC, free_words_BC, k_B)
     member_BC = count_BC > 0
     weight_BC = (count_BC if form == "additive" else member_BC).to(torch.float32)

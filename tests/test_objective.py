@@ -264,6 +264,8 @@ def test_the_specified_constants():
     config = GNLConfig(2, 2)
     assert (config.beta, config.tau, config.k_max, config.warmup_epochs) == (0.9, 0.5, "auto", 10)
     assert (config.direction, config.denominator, config.prior_kl) == ("y->x", "batch", "reverse")
+    assert (config.prior_form, config.coverage, config.uncertainty) == ("set", "sample", "mixture")
+    assert (config.estep, config.loss_source, config.terms) == ("normalised", "online", ("ce", "prior", "estep"))
     assert (candidates.FLOOR, objective_module.CLIP) == (1e-9, 1e-4)
     assert (mixture.MAX_ITER, mixture.TOLERANCE, mixture.VARIANCE_FLOOR) == (20, 1e-2, 5e-4)
 
@@ -480,6 +482,12 @@ class TestPair:
         restored = GNLPair(64, 12, warmup_epochs=1)
         restored.load_state_dict(pair.state_dict())
         assert np.array_equal(restored.w_N.numpy(), pair.w_N.numpy())
+
+    def test_random_w_is_drawn_for_each(self):
+        pair = GNLPair(64, 12, warmup_epochs=0, uncertainty="random")
+        pair.end_epoch()
+        a, b = pair.objectives
+        assert not torch.equal(a.w_N, b.w_N)
 
     def test_wrong_shape(self, make_batch):
         b = make_batch()
