@@ -24,11 +24,11 @@ def rank() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the group torchrun describes (gloo on CPU, NCCL on GPU), or run alone without one."""
+    """Join the group torchrun describes, or run alone without one."""
     if "RANK" not in os.environ:
         yield
         return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("gloo")
     try:
         yield
     finally:
@@ -66,14 +66,17 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        axes = [0, *range(2, x.dim())]
-        var, mean = torch.var_mean(x, axes, correction=0)
-        rows = x.numel() / x.shape[1]
-        sums = torch.cat([mean * rows, (var + mean.square()) * rows, mean.new_full((1,), rows)])
-        dist.all_reduce(sums)
-        total, squares, count = sums.split([len(mean), len(mean), 1])
-        mean = total / count
-        var = (squares / count - mean.square()).clamp(min=0)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        local_var, local_mean = torch.var_mean(x.to(wide), [0, *range(2, x.dim())], correction=0)
+        mine = torch.cat([local_mean, local_var, local_mean.new_full((1,), x.numel() / x.shape[1])])
+        ranks = [torch.empty_like(mine) for _ in range(world_size())]
+        dist.all_gather(ranks, mine)
+        C = x.shape[1]
+        means, variances, counts = torch.stack(ranks).split([C, C, 1], 1)
+        count = counts.sum(0)
+        mean = (means * counts).sum(0) / count
+        # Squared distances of the ranks' means, not a difference of two large squares, which would cancel.
+        var = ((variances + (means - mean).square()) * counts).sum(0) / count
         ctx.save_for_backward(x, weight, mean, var, count)
         ctx.eps = eps
         ctx.mark_non_differentiable(mean, var, count)
@@ -92,14 +95,13 @@ class _GlobalBatchNorm(torch.autograd.Function):
         mean_dy_xhat, mean_dy = (sums / count).chunk(2)
         a = weight * invstd
         b = -a * invstd * mean_dy_xhat
-        c = -a * mean_dy - b * mean
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        dx = torch.addcmul(torch.addcmul(c.view(shape), b.view(shape), x), a.view(shape), dy)
-        return dx, dweight, dbias, None
+        dx = torch.addcmul(b.view(shape) * (x - mean.view(shape)) - (a * mean_dy).view(shape), a.view(shape), dy)
+        return dx.to(x.dtype), dweight, dbias, None
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm (affine) whose statistics are those of the global batch, on any device and backend.
+    """BatchNorm whose statistics are those of the global batch, on any device and backend.
 
     torch's own runs on GPUs only; without it two ranks would normalise halves of a batch by different
     numbers, and a run's result would depend on how many ranks made it.
@@ -111,7 +113,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not is_distributed():
             return super().forward(input)
-        out, mean, var, count = _GlobalBatchNorm.apply(input, self.weight, self.bias, self.eps)
+        weight, bias = self.weight, self.bias
+        if not self.affine:
+            weight, bias = (value.expand(self.num_features) for value in torch.tensor([1.0, 0.0], device=input.device))
+        out, mean, var, count = _GlobalBatchNorm.apply(input, weight, bias, self.eps)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1
@@ -122,11 +127,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronise_batch_norm(module: nn.Module) -> None:
-    """Replace every BatchNorm below ``module`` by one over the global batch."""
+    """Replace every BatchNorm below ``module`` by one over the global batch, in the state it is in."""
     for name, child in module.named_children():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
-            new = SyncBatchNorm(child.num_features, child.eps, child.momentum, True, child.track_running_stats)
-            new.to(child.weight).load_state_dict(child.state_dict())
-            setattr(module, name, new)
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            new = SyncBatchNorm(child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats)
+            for key, value in [*child.named_parameters(), *child.named_buffers()]:
+                setattr(new, key, value)  # the very same tensors: frozen stays frozen
+            setattr(module, name, new.train(child.training))
         else:
             synchronise_batch_norm(child)

@@ -1,7 +1,7 @@
 """Is a label noisy? A two-component Gaussian mixture on the losses (METHOD section 6).
 
 The EM runs on a histogram of the scaled losses, not on the losses: its cost does not grow with their
-number, and integer counts add up to the same bits in any order, so any split over ranks gives the same w.
+number, and integer counts add up to the same bits in any order.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,8 @@ BINS = 1 << 16
 MAX_ITER = 20
 TOLERANCE = 1e-2
 VARIANCE_FLOOR = 5e-4
+SAME = 1e-6
+"""Losses that differ by less than this share are equal but for rounding."""
 
 
 class Mixture(NamedTuple):
@@ -29,20 +31,11 @@ class Mixture(NamedTuple):
 
 
 def _two_means(x: Tensor, count: Tensor) -> Tensor:
-    """Lloyd's algorithm for two clusters of sorted, weighted values, from the two ends.
-
-    Returns the number of values in the lower cluster."""
-    cum_count = torch.cumsum(count, 0)
-    cum_sum = torch.cumsum(count * x, 0)
-    split = torch.searchsorted(x, (x[:1] + x[-1:]) / 2).clamp(1, len(x) - 1)
-    for _ in range(300):
-        low = cum_sum[split - 1] / cum_count[split - 1]
-        high = (cum_sum[-1] - cum_sum[split - 1]) / (cum_count[-1] - cum_count[split - 1])
-        new = torch.searchsorted(x, (low + high) / 2).clamp(1, len(x) - 1)
-        if bool(new == split):
-            break
-        split = new
-    return split
+    """The best split of sorted, weighted values into two clusters, exactly: the one whose between-cluster sum of
+    squares s^2/n + (S - s)^2/(N - n) is largest. Returns how many values the lower cluster has."""
+    n, s = torch.cumsum(count, 0), torch.cumsum(count * x, 0)
+    between = s[:-1].square() / n[:-1] + (s[-1] - s[:-1]).square() / (n[-1] - n[:-1])
+    return between.argmax() + 1
 
 
 def _maximise(x: Tensor, weighted_resp: Tensor, floor: float) -> Mixture:
@@ -96,7 +89,7 @@ def noise_probability(
     if known.numel() < 2:
         return w
     low, high = known.aminmax()
-    if not bool(high > low):
+    if not bool(high - low > SAME * high.abs()):
         return w
     scaled = (known - low) / (high - low)
     bins = (scaled * BINS).to(torch.int32).clamp(max=BINS - 1)

@@ -81,7 +81,8 @@ def instance_dependent(
     check(len(inputs) == len(clean), f"x has {len(inputs)} rows, wanted {len(clean)} as labels has")
     inputs = inputs.reshape(len(inputs), -1)
     check(np.isrealobj(inputs) and np.issubdtype(inputs.dtype, np.number), f"x is {inputs.dtype}, wanted numbers")
-    inputs = inputs.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):
+        inputs = inputs.astype(np.float32, copy=False)
     check(bool(np.isfinite(inputs).all()), "x holds NaN or what is infinite in float32, wanted finite features")
     rates_seed, labels_seed, *class_seeds = np.random.SeedSequence(seed).spawn(2 + C)
     if rate == 0:

@@ -179,6 +179,13 @@ class GNLObjective(nn.Module):
     def in_warmup(self) -> bool:
         return int(self.epoch) < self.config.warmup_epochs
 
+    @property
+    def wants_losses(self) -> bool:
+        """Whether ``end_epoch`` needs the losses of an eval-mode pass now."""
+        config = self.config
+        refits = config.uncertainty == "mixture" and int(self.epoch) + 1 >= config.warmup_epochs
+        return refits and config.loss_source == "eval"
+
     def _words(self, index: Tensor, *kinds: int) -> Tensor:
         """The random words of this step for each kind of draw, [S, B, C]."""
         streams = [philox.stream(kind, self.network) for kind in kinds]
@@ -304,9 +311,10 @@ class GNLObjective(nn.Module):
         ``losses``: -log q_i[y_i] of every sample from an eval-mode pass, with ``loss_source="eval"``.
         """
         config = self.config
-        if config.loss_source == "eval":
+        if self.wants_losses:
             check(losses is not None, "end_epoch() was given no losses, wanted them with loss_source='eval'")
         if losses is not None:
+            check(config.loss_source == "eval", "end_epoch() was given losses, wanted none with loss_source='online'")
             check(
                 losses.shape == self.loss_N.shape,
                 f"losses has shape {tuple(losses.shape)}, wanted ({config.num_samples},)",
@@ -392,6 +400,10 @@ class GNLPair(nn.Module):
             check(losses.shape == wanted, f"losses has shape {tuple(losses.shape)}, wanted {wanted}")
         for i, member in enumerate(self._members()):
             member.end_epoch(None if losses is None else losses[i])
+
+    @property
+    def wants_losses(self) -> bool:
+        return self._members()[0].wants_losses
 
     @property
     def w_N(self) -> Tensor:

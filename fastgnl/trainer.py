@@ -65,6 +65,13 @@ class Epoch:
 class Objective(Protocol):
     """What the loop needs of a loss."""
 
+    @property
+    def wants_losses(self) -> bool:
+        """Whether ``end_epoch`` needs the losses of an eval-mode pass now."""
+        ...
+
+    def train(self) -> object: ...
+
     def __call__(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor, clean: Tensor | None) -> Terms: ...
 
     def end_epoch(self, losses: Tensor | None = None) -> None: ...
@@ -72,6 +79,8 @@ class Objective(Protocol):
 
 class CrossEntropy(nn.Module):
     """The baseline -log q_i[y_i], called like ``GNLObjective``."""
+
+    wants_losses = False
 
     def forward(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
         loss_B = nn.functional.cross_entropy(z, labels, reduction="none")
@@ -106,6 +115,7 @@ def train(
         net.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(config.epochs * config.decay_at)], 0.1)
+    objective.train()
     history = []
     for number in range(config.epochs):
         net.train()
@@ -122,7 +132,7 @@ def train(
             tally.add(terms, len(batch), samples.labels[index], clean)
             if on_batch:
                 on_batch(len(batch))
-        objective.end_epoch(eval_losses(net, samples) if _wants_eval_losses(objective) else None)
+        objective.end_epoch(eval_losses(net, samples) if objective.wants_losses else None)
         schedule.step()
         seconds = time.perf_counter() - start
         history.append(tally.epoch(number, seconds, None if test is None else accuracy(net, test)))
@@ -179,11 +189,6 @@ class _Tally:
             noisy_size / noisy if noisy else float("nan"),
             test_accuracy,
         )
-
-
-def _wants_eval_losses(objective: Objective) -> bool:
-    config = getattr(objective, "config", None)
-    return config is not None and config.loss_source == "eval"
 
 
 @torch.no_grad()

@@ -155,6 +155,7 @@ def class_transition(net: TransitionNet | PairNet, samples: Samples) -> Tensor:
     """The class-level matrix [C, C]: mean of T(x)[a] over the samples predicted as a.
 
     A class that no sample is predicted as takes the mean over the first thousand samples."""
+    net.eval()
     C = net.num_classes
     total_CC = torch.zeros(C, C, dtype=torch.float64)
     count_C = torch.zeros(C, dtype=torch.float64)

@@ -13,7 +13,7 @@ Direction = Literal["y->x", "x->y"]
 PriorKL = Literal["reverse", "forward", "ce"]
 EStep = Literal["normalised", "literal"]
 
-TINY = 1e-30
+TINY = 1e-37
 """Added to every column sum: the log D_j of a class that no row gives any mass stays finite."""
 
 

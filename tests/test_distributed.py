@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgnl.distributed import SyncBatchNorm, synchronise_batch_norm
+
 WORKER = Path(__file__).with_name("worker_train.py")
 CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
 
@@ -27,9 +29,9 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_rank, ranks):
+def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_rank, two_ranks, ranks):
     """6 epochs of 3 steps in float64, BatchNorm and every denominator included; batches of 31 and 30 rows."""
-    many = run(tmp_path_factory, ranks)
+    many = two_ranks if ranks == 2 else run(tmp_path_factory, ranks)
     for case in CASES:
         assert one_rank[case].keys() == many[case].keys()
         for name, value in one_rank[case].items():
@@ -41,6 +43,26 @@ def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_ran
                 equal_nan=True,
                 msg=lambda m, n=name, c=case: f"{c} {n}: {m}",
             )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run(tmp_path_factory, 2)
+
+
+def test_batch_norm_over_ranks_is_batch_norm(one_rank, two_ranks):
+    """In float32 far from zero, where a difference of squares would cancel, and in bfloat16 without weights."""
+    for case, tolerance in (("far from zero", 2e-3), ("bfloat16", 2e-2)):
+        for name, value in one_rank[case].items():
+            torch.testing.assert_close(two_ranks[case][name], value, rtol=tolerance, atol=tolerance)
+
+
+def test_frozen_batch_norm_stays_frozen():
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3).requires_grad_(False).eval(), torch.nn.BatchNorm1d(3))
+    synchronise_batch_norm(net)
+    assert all(isinstance(part, SyncBatchNorm) for part in net)
+    assert [part.training for part in net] == [False, True]
+    assert [part.weight.requires_grad for part in net] == [False, True]
 
 
 def test_the_same_run_twice_gives_equal_bits(tmp_path_factory, one_rank):

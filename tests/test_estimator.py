@@ -181,7 +181,7 @@ def test_survives_pickling():
         ({"lr": 1e3, "standardise": False}, "lr is 1000.0, wanted a number from 0 to 100"),
         ({"networks": 3}, "networks is 3, wanted one of 1, 2"),
         ({"backbone": 5}, "backbone is a int, wanted a torch module"),
-        ({"backbone": nn.Flatten(0)}, "the backbone returned shape"),
+        ({"backbone": nn.Flatten(0)}, "the backbone returned"),
         ({"warmup_epochs": -1}, "warmup_epochs is -1"),
         ({"hidden": 0}, "hidden is 0, wanted a whole number"),
         ({"dropout": 1.5}, "dropout is 1.5, wanted a number from 0 to 1"),

@@ -52,6 +52,7 @@ def test_the_order_and_scale_of_the_losses_do_not_matter():
     [
         torch.full((100,), 0.7),
         torch.zeros(5),
+        torch.cat([torch.full((50,), 0.7), torch.full((50,), 0.7).nextafter(torch.tensor(1.0))]),
         torch.tensor([1.0]),
         torch.tensor([]),
         torch.full((9,), float("nan")),
@@ -76,6 +77,17 @@ def test_tiny_sets_stay_probabilities(losses):
     w = noise_probability(losses)
     assert torch.isfinite(w).all()
     assert ((w >= 0) & (w <= 1)).all()
+
+
+@pytest.mark.parametrize("outliers", [1, 50])
+@pytest.mark.parametrize("size", [14.0, 16.0, 25.0])
+def test_a_few_outliers_do_not_hide_the_noisy_labels(outliers, size):
+    g = np.random.default_rng(0)
+    losses = np.concatenate([g.exponential(0.15, 6000), g.normal(4, 1, 4000), np.full(outliers, size)])
+    losses = torch.from_numpy(losses).float()
+    w = noise_probability(losses)
+    np.testing.assert_allclose(w.numpy(), by_scikit_learn(losses), atol=2e-3)
+    assert abs(float((w > 0.5).float().mean()) - 0.4) < 0.01
 
 
 def test_one_wild_loss_is_no_reason_for_nan():

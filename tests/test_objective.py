@@ -207,8 +207,12 @@ def test_w_from_given_losses(make_batch):
     losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).square()
     objective.end_epoch(losses)
     torch.testing.assert_close(objective.w_N, noise_probability(losses))
+    assert objective.wants_losses
     with pytest.raises(InputError, match="given no losses, wanted them"):
         objective.end_epoch()
+    with pytest.raises(InputError, match="given losses, wanted none"):
+        GNLObjective(40, 5).end_epoch(losses)
+    assert not GNLObjective(40, 5, warmup_epochs=2, loss_source="eval").wants_losses
     with pytest.raises(InputError, match=r"losses has shape \(39,\), wanted \(40,\)"):
         objective.end_epoch(losses[:39])
 
@@ -491,7 +495,7 @@ class TestPair:
 
     def test_wrong_shape(self, make_batch):
         b = make_batch()
-        pair = GNLPair(40, 5)
+        pair = GNLPair(40, 5, loss_source="eval")
         with pytest.raises(InputError, match=r"z has shape \(16, 5\), wanted \(2, B, C\)"):
             pair(b.z, b.t, b.labels, b.index)
         with pytest.raises(InputError, match=r"losses has shape \(1, 40\), wanted \(2, 40\)"):

@@ -132,6 +132,13 @@ def test_slices_cover_everything_once():
     assert [i for part in slices(2500) for i in range(part.start, part.stop)] == list(range(2500))
 
 
+def test_training_sets_both_to_training():
+    samples = small()
+    objective = GNLObjective(len(samples), 3).eval()
+    fit(objective, samples, epochs=2)
+    assert int(objective.step) == 8
+
+
 def test_a_diverged_run_is_not_passed_off_as_a_result():
     samples = small()
     wild = Samples(samples.x * 1e30, samples.labels)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.distributed import is_distributed, process_group, rank, synchronise_batch_norm
-from fastgnl.samples import Samples
+from fastgnl.distributed import is_distributed, process_group, rank, sum_over_ranks, synchronise_batch_norm
+from fastgnl.samples import Samples, rank_part
 from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
 
 N, F, C = 91, 7, 4
@@ -50,8 +50,27 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
     }
 
 
+def batch_norm(mean: float, std: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Output and gradients of BatchNorm over a global batch of 31 images, gathered from the ranks' shares."""
+    g = torch.Generator().manual_seed(4)
+    x = (torch.randn(31, 3, 5, 5, generator=g) * std + mean).to(dtype)
+    target = torch.randn(31, 3, 5, 5, generator=g).to(dtype)
+    norm = nn.Sequential(nn.BatchNorm2d(3, affine=dtype is torch.float32))
+    if is_distributed():
+        synchronise_batch_norm(norm)
+    part = rank_part(torch.arange(31))
+    mine = x[part].requires_grad_()
+    y = norm(mine)
+    (y.float() * target[part].float()).sum().backward()
+    whole = {"y": torch.zeros(31, 3, 5, 5), "dx": torch.zeros(31, 3, 5, 5)}
+    whole["y"][part], whole["dx"][part] = y.detach().float(), mine.grad.float()
+    return {name: sum_over_ranks(value) for name, value in whole.items()}
+
+
 if __name__ == "__main__":
     with process_group():
         results = {case: outcome(case) for case in CASES}
+        results["far from zero"] = batch_norm(1000.0, 0.5, torch.float32)
+        results["bfloat16"] = batch_norm(0.0, 1.0, torch.bfloat16)
         if rank() == 0:
             torch.save(results, sys.argv[1])
