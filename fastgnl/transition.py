@@ -16,7 +16,7 @@ from fastgnl.samples import Samples, slices
 TransitionInput = Literal["logits", "sample", "none"]
 DOUBT = 0.1
 """A one-hot class as logits: the centred log-odds of 1 - DOUBT on it, the rest shared. Harder logits than the
-head saw in training push T(x) towards the diagonal (digits, IDN 40%: a DOUBT of 1e-4 triples the error)."""
+head saw in training push T(x) towards the diagonal."""
 
 
 class TransitionNet(nn.Module):
