@@ -2,11 +2,10 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
-from fastgnl import GNLObjective, GNLPair, mixture
+from fastgnl import GNLObjective, mixture
 from fastgnl import objective as objective_module
 from fastgnl.errors import InputError
 from fastgnl.kernels import candidates, philox
@@ -436,68 +435,3 @@ def test_bad_batches_are_refused_in_one_sentence_and_change_nothing(make_batch, 
     assert "\n" not in str(error.value)
     assert int(objective.step) == 0
     assert (objective.M_NC == 0.2).all()
-
-
-class TestPair:
-    """Two networks (METHOD section 8)."""
-
-    def batch(self, make_batch, B=64, C=12):
-        a, b = (make_batch(B, C, N=B, seed=0, dtype=torch.float32) for _ in range(2))
-        other = make_batch(B, C, N=B, seed=1, dtype=torch.float32)
-        return torch.stack([a.z, other.z]), torch.stack([b.t, other.t]), a.labels, a.index
-
-    def test_both_coverage_labels_are_in_either_set(self, make_batch):
-        z, t, labels, index = self.batch(make_batch)
-        pair = GNLPair(64, 12, uncertainty="none")
-        first, second = pair.objectives
-        cover = torch.stack([first.coverage_labels(index), second.coverage_labels(index)])
-        assert not torch.equal(*cover)  # their own streams
-        expected = torch.stack([labels, *cover], 1)
-        sizes = torch.tensor([len(set(row.tolist())) for row in expected])
-        terms = pair(z, t, labels, index, clean=cover[1])
-        assert torch.equal(terms.set_size, sizes.float())
-        assert (terms.covered == 1).all()
-
-    def test_each_uses_the_other_ones_w(self, make_batch):
-        z, t, labels, index = self.batch(make_batch)
-        pair = GNLPair(64, 12, warmup_epochs=0, coverage="none")
-        pair.objectives[0].w_N.fill_(1.0)
-        pair.objectives[1].w_N.fill_(0.0)
-        swapped = []
-        for i, objective in enumerate(pair.objectives):
-            objective.register_forward_hook(lambda _m, _a, out, i=i: swapped.append((i, int(out.set_size[0]))))
-        pair(z, t, labels, index)
-        assert swapped == [(0, 1), (1, 12)]
-
-    def test_loss_is_the_sum_and_state_is_separate(self, make_batch):
-        z, t, labels, index = self.batch(make_batch)
-        pair = GNLPair(64, 12, warmup_epochs=1)
-        outputs = []
-        for objective in pair.objectives:
-            objective.register_forward_hook(lambda _m, _a, out: outputs.append(out.loss))
-        terms = pair(z, t, labels, index)
-        torch.testing.assert_close(terms.loss, sum(outputs))
-        pair.end_epoch()
-        a, b = pair.objectives
-        assert not torch.equal(a.M_NC, b.M_NC)
-        assert not torch.equal(a.w_N, b.w_N)
-        torch.testing.assert_close(pair.w_N, (a.w_N + b.w_N) / 2)
-        assert int(a.step) == int(b.step) == 1
-        restored = GNLPair(64, 12, warmup_epochs=1)
-        restored.load_state_dict(pair.state_dict())
-        assert np.array_equal(restored.w_N.numpy(), pair.w_N.numpy())
-
-    def test_random_w_is_drawn_for_each(self):
-        pair = GNLPair(64, 12, warmup_epochs=0, uncertainty="random")
-        pair.end_epoch()
-        a, b = pair.objectives
-        assert not torch.equal(a.w_N, b.w_N)
-
-    def test_wrong_shape(self, make_batch):
-        b = make_batch()
-        pair = GNLPair(40, 5, loss_source="eval")
-        with pytest.raises(InputError, match=r"z has shape \(16, 5\), wanted \(2, B, C\)"):
-            pair(b.z, b.t, b.labels, b.index)
-        with pytest.raises(InputError, match=r"losses has shape \(1, 40\), wanted \(2, 40\)"):
-            pair.end_epoch(torch.rand(1, 40))
-        assert [int(member.epoch) for member in pair.objectives] == [0, 0]
