@@ -16,6 +16,12 @@ class Batch:
     clean: Tensor | None = None
 
 
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """A test that makes its own network starts from the same weights in any order of the tests."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def make_batch():
     """(B, C, N, seed) -> a batch whose ids are drawn from N."""
