@@ -1,6 +1,7 @@
 """Find the wrong labels of a data set: train on it, rank its labels by the probability that they are wrong."""
 
 import csv
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,8 +53,9 @@ def _load(path: Path) -> Any:
             return load_npz(path)
         if path.suffix != ".npy":
             return np.array(path.read_text(encoding="utf-8").splitlines())
-        return np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, KeyError) as error:
+        with path.open("rb") as file:  # numpy.load would also take an archive by this name
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{path} cannot be read as plain numbers or strings ({str(error).splitlines()[0]}), wanted an array saved "
             "with numpy.save and no Python objects in it"

@@ -70,6 +70,11 @@ def data(tmp_path_factory):
     (folder / "folder.csv").mkdir()
     (folder / "page.html").mkdir()
     (folder / "junk.npy").write_bytes(b"not an array")
+    np.savez(folder / "archive.npz", X)
+    archive = (folder / "archive.npz").read_bytes()
+    (folder / "archive.npy").write_bytes(archive)
+    (folder / "cut.npz").write_bytes(archive[:100])
+    (folder / "cut.npy").write_bytes((folder / "X.npy").read_bytes()[:-8])
     return folder
 
 
@@ -152,6 +157,10 @@ def test_audit_twice_gives_the_same_list(fastgnl, data):
         (("nan.npy", "y.npy"), "nan.npy holds NaN or infinity, wanted finite features"),
         (("X.npy", "objects.npy"), "objects.npy cannot be read as plain numbers or strings"),
         (("junk.npy", "y.npy"), "junk.npy cannot be read as plain numbers or strings"),
+        (("archive.npz", "y.npy"), "archive.npz cannot be read as plain numbers or strings"),
+        (("archive.npy", "y.npy"), "archive.npy cannot be read as plain numbers or strings"),
+        (("cut.npz", "y.npy"), "cut.npz cannot be read as plain numbers or strings"),
+        (("cut.npy", "y.npy"), "cut.npy cannot be read as plain numbers or strings"),
         (("X.npy", "y.npy", "--out", "s.txt"), "out is s.txt, wanted a name that ends in .csv"),
         (("X.npy", "y.npy", "--threshold", "7"), "threshold is 7.0, wanted a number from 0 to 1"),
         (("X.npy", "y.npy", "--out", "X.npy/s.csv"), "cannot write X.npy/s.csv"),
