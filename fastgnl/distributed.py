@@ -1,6 +1,7 @@
 """What the rest needs to know of other ranks; without a process group, a world of one."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,16 +23,23 @@ def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+LINGER = 0.05
+"""Seconds. Gloo's threads outlive the group where DDP has used it, and one that still has to let go of a tensor
+when the interpreter ends aborts the process; asleep, this thread lets them."""
+
+
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the group torchrun describes, or run alone without one."""
+    """Join the group torchrun describes, or run alone without one. The ranks leave together."""
     if "RANK" not in os.environ:
         yield
         return
     dist.init_process_group("gloo")
     try:
         yield
+        dist.barrier()
     finally:
+        time.sleep(LINGER)
         dist.destroy_process_group()
 
 
