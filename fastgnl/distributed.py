@@ -65,6 +65,13 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return _SumOverRanks.apply(x) if is_distributed() else x
 
 
+def sum_over_ranks_(x: Tensor) -> Tensor:
+    """The same in place, outside autograd."""
+    if is_distributed():
+        dist.all_reduce(x)
+    return x
+
+
 class _GlobalBatchNorm(torch.autograd.Function):
     """y = w (x - mean) / sqrt(var + eps) + b with the mean and variance of the global batch.
 

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
-from fastgnl.errors import check, check_choice, check_count, check_range, check_seed
-from fastgnl.kernels import philox
-from fastgnl.kernels.candidates import Coverage, PriorForm, candidate_sets, coverage_label
+from fastgnl.errors import InputError, check, check_choice, check_count, check_range, check_seed
+from fastgnl.kernels import backends, philox
+from fastgnl.kernels.backends import Backend
+from fastgnl.kernels.candidates import CLIP, Coverage, PriorForm, candidate_sets, coverage_label
+from fastgnl.kernels.step import COVERS, PRIORS, TICKETS, Options, State, differentiable_step
 from fastgnl.kernels.terms import Direction, EStep, PriorKL, log_denominator, row_terms
 from fastgnl.mixture import noise_probability
 
 Denominator = Literal["batch", "window", "dataset"]
 Uncertainty = Literal["mixture", "random", "none"]
 LossSource = Literal["online", "eval"]
+TableDtype = Literal["float32", "float16", "bfloat16"]
 TERMS = ("ce", "prior", "estep")
-CLIP = 1e-4
-"""The moving average takes in q clipped to [CLIP, 1 - CLIP]."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class GNLConfig:
     """p uniform on the set, or the paper's sum in which a label named twice weighs double."""
     loss_source: LossSource = "online"
     """w from the losses seen while training, or from those given to end_epoch."""
+    table_dtype: TableDtype = "float32"
+    """How M is stored. A step rounds to the nearest: the average stops moving once within 4% (bfloat16) or 0.5%
+    (float16) of where it is going."""
+    backend: Backend = "auto"
+    """What computes a step: Triton on a GPU, native code on a CPU, plain PyTorch; "auto" takes the fastest there is."""
     seed: int = 0
     """Key of every random draw."""
 
@@ -84,6 +90,8 @@ class GNLConfig:
         check_choice("uncertainty", self.uncertainty, get_args(Uncertainty))
         check_choice("prior_form", self.prior_form, get_args(PriorForm))
         check_choice("loss_source", self.loss_source, get_args(LossSource))
+        check_choice("table_dtype", self.table_dtype, get_args(TableDtype))
+        check_choice("backend", self.backend, get_args(Backend))
         check_seed(self.seed)
 
     @property
@@ -99,10 +107,8 @@ class Terms(NamedTuple):
 
     loss: Tensor
     """The mean over this rank's rows, weighted so that DDP's average is the mean over the global batch."""
-    ce: Tensor
-    prior: Tensor
-    estep: Tensor
-    """The three terms, means over this rank's rows."""
+    means: Tensor
+    """ce, prior and estep, means over this rank's rows, at places 0 to 2."""
     sample_loss: Tensor
     """-log q_i[y_i], [B]."""
     set_size: Tensor
@@ -110,29 +116,65 @@ class Terms(NamedTuple):
     covered: Tensor | None
     """Whether S_i holds the clean label, [B]; None where it is not known."""
 
+    @property
+    def ce(self) -> Tensor:
+        return self.means[0]
 
-def check_ids(name: str, given: Tensor, z: Tensor, size: int) -> None:
-    """A whole number below ``size`` for each row of z."""
-    check(given.shape == z.shape[:1], f"{name} has shape {tuple(given.shape)}, wanted ({len(z)},) as z has rows")
-    check(not given.is_floating_point() and given.dtype != torch.bool, f"{name} is {given.dtype}, wanted integers")
-    if given.device.type == "cpu":  # elsewhere the look would stall the device
+    @property
+    def prior(self) -> Tensor:
+        return self.means[1]
+
+    @property
+    def estep(self) -> Tensor:
+        return self.means[2]
+
+
+def check_ids(name: str, given: Tensor, z: Tensor) -> None:
+    """A whole number for each row of z."""
+    if given.shape != z.shape[:1]:
+        raise InputError(f"{name} has shape {tuple(given.shape)}, wanted ({z.shape[0]},) as z has rows")
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise InputError(f"{name} is {given.dtype}, wanted integers")
+
+
+def as_int64(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int64 else x.to(torch.int64)
+
+
+def check_below(name: str, given: Tensor, size: int) -> None:
+    """Every id from 0 to ``size`` - 1; looked at on the CPU only, elsewhere it would stall the device."""
+    if given.device.type == "cpu":
         low, high = (int(v) for v in given.aminmax())
         check(low >= 0 and high < size, f"{name} holds {low if low < 0 else high}, wanted 0 to {size - 1}")
 
 
-def check_batch(z: Tensor, labels: Tensor, index: Tensor, num_samples: int, num_classes: int) -> None:
-    """One batch of clean logits, given labels and sample ids."""
-    for name, given in (("z", z), ("labels", labels), ("index", index)):
-        check(isinstance(given, Tensor), f"{name} is a {type(given).__name__}, wanted a tensor")
-    check(
-        z.dim() == 2 and z.shape[1] == num_classes and len(z) > 0,
-        f"z has shape {tuple(z.shape)}, wanted (B, {num_classes}) with B >= 1",
-    )
-    check(z.is_floating_point(), f"z is {z.dtype}, wanted a floating-point type")
-    check_ids("labels", labels, z, num_classes)
-    check_ids("index", index, z, num_samples)
+def check_once(index: Tensor) -> None:
+    """No sample twice in a batch; looked at on the CPU only."""
     if index.device.type == "cpu":
         check(len(index.unique()) == len(index), "index names a sample twice, wanted each at most once in a batch")
+
+
+def check_batch(z: Tensor, labels: Tensor, index: Tensor, clean: Tensor | None, num_classes: int) -> None:
+    """The shapes and types of one batch of clean logits, given labels and sample ids."""
+    for name, given in (("z", z), ("labels", labels), ("index", index)):
+        if not isinstance(given, Tensor):
+            raise InputError(f"{name} is a {type(given).__name__}, wanted a tensor")
+    if z.dim() != 2 or z.shape[1] != num_classes or z.shape[0] == 0:
+        raise InputError(f"z has shape {tuple(z.shape)}, wanted (B, {num_classes}) with B >= 1")
+    if not z.is_floating_point():
+        raise InputError(f"z is {z.dtype}, wanted a floating-point type")
+    check_ids("labels", labels, z)
+    check_ids("index", index, z)
+    if clean is not None:
+        check_ids("clean", clean, z)
+
+
+def check_noisy(t: Tensor, z: Tensor) -> None:
+    """The noisy logits that go with z."""
+    if not isinstance(t, Tensor):
+        raise InputError(f"t is a {type(t).__name__}, wanted the noisy logits as a tensor")
+    if t.dim() not in (2, 3) or (t.shape[0], t.shape[-1]) != z.shape:
+        raise InputError(f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)")
 
 
 class GNLObjective(nn.Module):
@@ -156,6 +198,7 @@ class GNLObjective(nn.Module):
     epoch: Tensor
     column_sum_C: Tensor
     window_RC: Tensor
+    tickets: Tensor
 
     def __init__(self, num_samples: int, num_classes: int, *, network: int = 0, **options: object) -> None:
         super().__init__()
@@ -164,8 +207,10 @@ class GNLObjective(nn.Module):
             check(name in known, f"GNLObjective has no option {name!r}, wanted one of {', '.join(known)}")
         self.config = GNLConfig(num_samples, num_classes, **options)  # type: ignore[arg-type]
         self.network = network
+        self._options: dict[tuple[str, str], Options] = {}
+        self._backends: dict[tuple[str, torch.dtype, torch.dtype, int], str] = {}
         N, C = num_samples, num_classes
-        self.register_buffer("M_NC", torch.full((N, C), 1.0 / C))
+        self.register_buffer("M_NC", torch.full((N, C), 1.0 / C, dtype=getattr(torch, self.config.table_dtype)))
         self.register_buffer("w_N", torch.zeros(N))
         self.register_buffer("loss_N", torch.full((N,), float("nan")))
         self.register_buffer("visited_N", torch.zeros(N, dtype=torch.bool))
@@ -173,7 +218,9 @@ class GNLObjective(nn.Module):
         self.register_buffer("epoch", torch.zeros((), dtype=torch.int64))
         self.register_buffer("column_sum_C", torch.full((C,), N / C))
         rows = self.config.window - 1 if self.config.denominator == "window" else 0
+        self._has_window = rows > 0
         self.register_buffer("window_RC", torch.zeros(rows, C))
+        self.register_buffer("tickets", torch.zeros(TICKETS, dtype=torch.int32), persistent=False)
 
     @property
     def in_warmup(self) -> bool:
@@ -206,49 +253,154 @@ class GNLObjective(nn.Module):
         *,
         coverage: list[Tensor] | None = None,
         w: Tensor | None = None,
+        denominator: Tensor | None = None,
     ) -> Terms:
         """Clean logits z [B, C], noisy logits t [B, C] or [B, K, C], given labels and sample ids [B].
 
         ``clean`` are the true labels where they are known, for ``Terms.covered`` only. ``coverage`` and ``w``
-        replace this objective's own coverage labels and noise probabilities (two networks).
+        replace this objective's own coverage labels and noise probabilities (two networks). ``denominator`` [C] is
+        a D known before the step: it replaces the sums over the batch, and no gradient flows through it.
         """
         config = self.config
-        check_batch(z, labels, index, config.num_samples, config.num_classes)
-        check(isinstance(t, Tensor), f"t is a {type(t).__name__}, wanted the noisy logits as a tensor")
-        check(
-            t.dim() in (2, 3) and (t.shape[0], t.shape[-1]) == z.shape,
-            f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)",
+        check_batch(z, labels, index, clean, config.num_classes)
+        check_noisy(t, z)
+        if denominator is not None:
+            wanted = (config.num_classes,)
+            check(denominator.shape == wanted, f"denominator has shape {tuple(denominator.shape)}, wanted {wanted}")
+        labels, index = as_int64(labels), as_int64(index)
+        clean = None if clean is None else as_int64(clean)
+        w_N = self.w_N if w is None else w
+        backend = self.backend_for(z, t)
+        if backend == "reference":
+            t_BKC = t if t.dim() == 3 else t[:, None]
+            return self._reference_step(z, t_BKC, labels, index, clean, coverage, w_N, denominator)
+        return self._fused_step(backend, z, t, labels, index, clean, coverage, w_N, denominator)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def backend_for(self, z: Tensor, t: Tensor) -> str:
+        """What computes a step of these logits: "reference", "triton" or "cpu"."""
+        if self.config.backend == "reference":
+            return "reference"
+        dtype = (
+            z.dtype if z.dtype == t.dtype else torch.promote_types(torch.promote_types(z.dtype, t.dtype), torch.float32)
         )
+        given = (z.device.type, dtype, self.M_NC.dtype, t.shape[1] if t.dim() == 3 else 1)
+        if given not in self._backends:
+            self._backends[given] = self._resolve(*given)
+        return self._backends[given]
+
+    def _resolve(self, device: str, logits: torch.dtype, table: torch.dtype, draws: int) -> str:
+        config = self.config
+        backend, slow = (config.backend, None) if config.backend != "auto" else backends.choose(device)
+        if slow is not None and device == "cpu":
+            backends.notice(f"{slow}, going on with plain PyTorch")
+        problem = None if slow else backends.problem(backend, device)
+        check(problem is None, f"backend is {backend!r} and {problem}")
+        left_out = backends.unsupported(backend, config.estep, config.tau, config.num_classes, draws, logits, table)
+        if config.backend == "auto":
+            return "reference" if left_out else backend
+        check(left_out is None, f"backend is {backend!r}, wanted 'reference' or 'auto' with {left_out}")
+        return backend
+
+    def _fused_step(
+        self,
+        backend: str,
+        z: Tensor,
+        t: Tensor,
+        labels: Tensor,
+        index: Tensor,
+        clean: Tensor | None,
+        coverage: list[Tensor] | None,
+        w_N: Tensor,
+        denominator: Tensor | None,
+    ) -> Terms:
+        """One call of the op that holds the whole step."""
+        if z.dtype != t.dtype:
+            z, t = z.float(), t.float()
+        own = self._buffers
+        state = State(
+            own["M_NC"],  # type: ignore[arg-type]
+            own["loss_N"],  # type: ignore[arg-type]
+            own["visited_N"],  # type: ignore[arg-type]
+            own["step"],  # type: ignore[arg-type]
+            own["epoch"],  # type: ignore[arg-type]
+            own["column_sum_C"] if self.config.denominator == "dataset" else None,
+            own["window_RC"] if self._has_window else None,
+            own["tickets"],  # type: ignore[arg-type]
+        )
+        given = (torch.stack(coverage) if coverage else None, w_N, None if denominator is None else denominator.float())
+        options = self.step_options(backend, "own" if coverage is None else "given" if coverage else "none")
+        loss, terms, sample_loss_B, set_size_B, covered_B = differentiable_step(
+            z, t, labels, index, clean, *given, state, options, self.training
+        )
+        return Terms(loss, terms, sample_loss_B, set_size_B, covered_B)
+
+    def step_options(self, backend: str, cover: str) -> Options:
+        """The options as a fused step takes them."""
+        known = self._options.get((backend, cover))
+        if known is None:
+            config = self.config
+            known = self._options[backend, cover] = Options(
+                backend=backend,
+                x_to_y=config.direction == "x->y",
+                prior_kl=PRIORS.index(config.prior_kl),
+                cover_mode=COVERS.index(config.coverage if cover == "own" else cover),
+                random_labels=config.uncertainty != "none",
+                additive=config.prior_form == "additive",
+                power=int(1 / config.tau),
+                cap=-1 if config.candidate_cap is None else config.candidate_cap,
+                beta=config.beta,
+                weights=tuple(float(name in config.terms) for name in TERMS),
+                warmup_epochs=config.warmup_epochs,
+                seed=config.seed - 2**64 * (config.seed >= 2**63),
+                network=self.network,
+            )
+        return known
+
+    def _reference_step(
+        self,
+        z: Tensor,
+        t_BKC: Tensor,
+        labels: Tensor,
+        index: Tensor,
+        clean: Tensor | None,
+        coverage: list[Tensor] | None,
+        w_N: Tensor,
+        denominator: Tensor | None,
+    ) -> Terms:
+        """The step in plain PyTorch, gradients by autograd: what every backend is compared with."""
+        config = self.config
+        check_below("labels", labels, config.num_classes)
+        check_below("index", index, config.num_samples)
+        check_once(index)
         if clean is not None:
-            check_ids("clean", clean, z, config.num_classes)
-        labels, index = labels.to(torch.int64), index.to(torch.int64)
+            check_below("clean", clean, config.num_classes)
         wide = torch.promote_types(z.dtype, torch.float32)
         l_BC = torch.log_softmax(z.to(wide), 1)
-        t_BKC = t.to(wide).reshape(len(z), -1, config.num_classes)
-
         with torch.no_grad():
             cover_BC, free_BC, warmup_BC = self._words(index, philox.COVERAGE, philox.FREE, philox.WARMUP)
             old_BC = self.M_NC[index]
             if coverage is None:
                 own = config.coverage != "none"
                 coverage = [coverage_label(old_BC, cover_BC, config.tau, config.coverage)] if own else []
-            w = self.w_N if w is None else w
             candidates = candidate_sets(
                 labels,
                 coverage,
                 free_BC,
                 warmup_BC[:, 0],
-                None if self.in_warmup else w[index],
+                None if self.in_warmup else w_N[index],
                 k_max=config.candidate_cap,
                 random_labels=config.uncertainty != "none",
                 form=config.prior_form,
             )
             new_BC = self._averaged(old_BC, l_BC)
-
-        sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
+        if denominator is None:
+            sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
+        else:
+            sum_C, rows = denominator.detach(), sum_over_ranks(l_BC.new_tensor(len(z)))
         terms_B = row_terms(
             l_BC,
-            t_BKC,
+            t_BKC.to(wide),
             labels,
             candidates.log_prior_BC,
             log_denominator(sum_C),
@@ -265,29 +417,26 @@ class GNLObjective(nn.Module):
             self.loss_N[index] = sample_loss_B.to(self.loss_N.dtype)
             self.visited_N[index] = True
             self.step += 1
-        covered = None if clean is None else candidates.member_BC.gather(1, clean[:, None]).squeeze(1)
         return Terms(
             loss,
-            terms_B.ce.detach().mean(),
-            terms_B.prior.detach().mean(),
-            terms_B.estep.detach().mean(),
+            torch.stack(terms_B).detach().mean(1),
             sample_loss_B,
             candidates.member_BC.sum(1),
-            covered,
+            None if clean is None else candidates.member_BC.gather(1, clean[:, None]).squeeze(1),
         )
 
     def _averaged(self, old_BC: Tensor, l_BC: Tensor) -> Tensor:
-        """M_i <- beta M_i + (1 - beta) norm(clip(q_i))."""
+        """M_i <- beta M_i + (1 - beta) norm(clip(q_i)), rounded to the table's type."""
         q_BC = l_BC.detach().exp().clamp(CLIP, 1 - CLIP)
         q_BC = q_BC / q_BC.sum(1, keepdim=True)
-        return (self.config.beta * old_BC + (1 - self.config.beta) * q_BC).to(old_BC.dtype)
+        return (self.config.beta * old_BC.to(q_BC.dtype) + (1 - self.config.beta) * q_BC).to(old_BC.dtype)
 
     def _column_sums(self, l_BC: Tensor, old_BC: Tensor, new_BC: Tensor) -> tuple[Tensor, Tensor]:
         """D_j with the live batch and its gradient in it, and the rows of the global batch."""
         live_C = l_BC.exp().sum(0)
         message = [live_C, live_C.new_full((1,), len(l_BC))]
         if self.config.denominator == "dataset":
-            message += [old_BC.sum(0), new_BC.sum(0)]
+            message += [rows_BC.sum(0, dtype=live_C.dtype) for rows_BC in (old_BC, new_BC)]
         live_C, rows, *sums = sum_over_ranks(torch.cat(message)).split([len(part) for part in message])
         rows = rows.detach().squeeze()
         if self.config.denominator == "window":
@@ -376,7 +525,8 @@ class GNLPair(nn.Module):
             check(given.dim() >= 3 and len(given) == 2, f"{name} has shape {tuple(given.shape)}, wanted (2, B, C)")
         members = self._members()
         for member, z_BC in zip(members, z, strict=True):
-            check_batch(z_BC, labels, index, member.config.num_samples, member.config.num_classes)
+            check_batch(z_BC, labels, index, clean, member.config.num_classes)
+            check_below("index", index, member.config.num_samples)
         with torch.no_grad():
             coverage = None if self.config.coverage == "none" else [m.coverage_labels(index) for m in members]
         a, b = (
@@ -385,9 +535,7 @@ class GNLPair(nn.Module):
         )
         return Terms(
             a.loss + b.loss,
-            (a.ce + b.ce) / 2,
-            (a.prior + b.prior) / 2,
-            (a.estep + b.estep) / 2,
+            (a.means + b.means) / 2,
             (a.sample_loss + b.sample_loss) / 2,
             (a.set_size + b.set_size) / 2,
             None if a.covered is None or b.covered is None else (a.covered.float() + b.covered.float()) / 2,

@@ -13,6 +13,8 @@ from fastgnl.kernels.philox import exponential, integer_below
 
 FLOOR = 1e-9
 """p_ij outside the candidate set, so that log p stays finite."""
+CLIP = 1e-4
+"""The moving average takes in q clipped to [CLIP, 1 - CLIP]."""
 
 Coverage = Literal["sample", "argmax", "none"]
 PriorForm = Literal["set", "additive"]

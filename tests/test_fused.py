@@ -1,0 +1,366 @@
+"""The fused backends against the reference: values, gradients, label state, and the sampled sets exactly."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from fused_cases import Case, cases, differences, run
+from hypothesis import HealthCheck, given, settings
+
+from fastgnl import GNLObjective, GNLPair
+from fastgnl import objective as objective_module
+from fastgnl.errors import InputError
+from fastgnl.kernels import backends, philox
+from fastgnl.kernels import step as step_module
+from fastgnl.kernels.candidates import smallest_free_keys
+
+pytest.importorskip("triton", reason="triton is not installed")
+if backends.problem("cpu", "cpu"):
+    pytest.skip(str(backends.problem("cpu", "cpu")), allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from fastgnl.kernels import triton_step
+
+BACKENDS = ("cpu", "triton")
+relaxed = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@settings(relaxed, max_examples=300)
+@given(cases(most_rows=70, most_classes=200))
+def test_the_native_kernel_equals_the_reference(case):
+    assert differences(case, "cpu") == []
+
+
+@settings(relaxed, max_examples=35)
+@given(cases(most_rows=20, most_classes=70))
+def test_the_triton_kernels_equal_the_reference(case):
+    """In Triton's interpreter."""
+    assert differences(case, "triton") == []
+
+
+LONG_ROWS = {
+    "capped": {},
+    "not capped": {"warmup_epochs": 0, "k_max": None},
+    "dataset": {"denominator": "dataset", "prior_kl": "forward"},
+    "window": {"denominator": "window", "prior_form": "additive"},
+    "ce": {"prior_kl": "ce", "direction": "x->y"},
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_longer_than_a_block(backend, name):
+    assert differences(Case(2, 2500, options=LONG_ROWS[name]), backend) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("B", "C"), [(1, 21841), (3, 1000), (1, 2), (2, 3)])
+@pytest.mark.parametrize("given_D", [False, True])
+def test_extreme_shapes(backend, B, C, given_D):
+    assert differences(Case(B, C, steps=1, given_D=given_D), backend) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_saturated_logits(backend, dtype):
+    """+-10,000: most of q underflows, and some class gets no mass from any row."""
+    for prior_kl in ("reverse", "forward", "ce"):
+        options = {"prior_kl": prior_kl, "denominator": "window"}
+        assert differences(Case(9, 12, dtype=dtype, scale=1e4, options=options), backend) == []
+
+
+@triton.jit
+def threshold_kernel(words, k, out, C, R: tl.constexpr, BLOCK: tl.constexpr):
+    row, cls = tl.arange(0, R), tl.arange(0, BLOCK)[None, :]
+    word = tl.load(words + row[:, None] * C + cls, mask=cls < C, other=0).to(tl.uint32)
+    y, none, k_R = row * 0, row * 0 - 1, tl.load(k + row)
+    T, last = triton_step._threshold(word, 0, row, 0, 0, y, none, none, k_R, row * 0 + (C - 1), C, BLOCK, False)
+    chosen = triton_step._selected(word, cls, triton_step._is_free(cls, y, none, none, C), T, last)
+    tl.store(out + row[:, None] * C + cls, chosen.to(tl.int8), mask=cls < C)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 2**20, 2**32 - 1])
+def test_equal_words_are_told_apart_by_their_class(most):
+    """Rows full of ties, and words at both ends of their range: the sets are those of a full sort."""
+    R, C = 16, 24
+    g = torch.Generator().manual_seed(most)
+    words = torch.randint(0, most + 1, (R, C), generator=g)
+    words[:, 5:7] = most
+    k = torch.randint(0, C, (R,), generator=g, dtype=torch.int32)
+    out = torch.zeros(R, C, dtype=torch.int8)
+    threshold_kernel[(1,)](words, k, out, C, R=R, BLOCK=32)
+    named = torch.zeros(R, C, dtype=torch.bool)
+    named[:, 0] = True
+    assert torch.equal(out.bool(), smallest_free_keys(named, words, k.long()))
+    assert torch.equal(out.sum(1), k.long())
+
+
+@pytest.fixture(scope="module")
+def tie():
+    """(id, k): a row of 21,841 classes whose k-th and next smallest words are equal."""
+    ids = torch.arange(60)
+    words = philox.words(0, ids, 21841, 0, [philox.FREE])[0].sort(1).values
+    rows, places = (words[:, 1:] == words[:, :-1]).nonzero(as_tuple=True)
+    assert len(rows), "60 rows of 21,841 words without a tie: the odds are 1 in 30"
+    return int(rows[0]), int(places[0]) + 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tie_at_the_threshold_of_a_whole_step(backend, tie):
+    """w is chosen so that k falls between two equal words of the random-number contract itself."""
+    id_, k = tie
+    C, sets = 21841, []
+    for which in ("reference", backend):
+        objective = GNLObjective(60, C, warmup_epochs=0, k_max=None, coverage="none", backend=which, seed=0)
+        objective.w_N.fill_(k / (C - 1))
+        z = torch.zeros(1, C)
+        found = [
+            bool(objective.eval()(z, z, torch.tensor([label]), torch.tensor([id_]), torch.tensor([c])).covered)
+            for label in (C - 1,)
+            for c in tied_classes(id_, k)
+        ]
+        sets.append(found)
+    assert sets[0] == sets[1] == [True, False]
+
+
+def tied_classes(id_, k):
+    """The two classes whose words are equal, in their order."""
+    words = philox.words(0, torch.tensor([id_]), 21841, 0, [philox.FREE])[0, 0]
+    value = words.sort().values[k]
+    return (words == value).nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_runs_give_equal_bits(backend):
+    case = Case(40, 33, options={"denominator": "dataset"})
+    a, b = run(case, backend), run(case, backend)
+    for x, y in zip([a.state, *a.values], [b.state, *b.values], strict=True):
+        assert all(torch.equal(x[name].nan_to_num(-1), y[name].nan_to_num(-1)) for name in x)
+
+
+@pytest.mark.parametrize(("B", "C"), [(300, 100), (70, 1000)])
+def test_threads_do_not_change_a_bit(B, C):
+    threads = torch.get_num_threads()
+    outcomes = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outcomes.append(run(Case(B, C, options={"denominator": "dataset"}), "cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in outcomes[1:]:
+        for x, y in zip([outcomes[0].state, *outcomes[0].values], [other.state, *other.values], strict=True):
+            assert all(torch.equal(x[name].nan_to_num(-1), y[name].nan_to_num(-1)) for name in x)
+
+
+def recorded_call(backend, monkeypatch, **options):
+    """The arguments of one call of the op."""
+    calls = []
+    op = objective_module.STEP
+    monkeypatch.setattr(objective_module, "STEP", lambda *a, **k: calls.append((a, k)) or op(*a, **k))
+    z, t = (torch.randn(8, 10, requires_grad=True) for _ in range(2))
+    GNLObjective(40, 10, backend=backend, **options)(z, t, torch.arange(8), torch.arange(8))
+    ((args, kwargs),) = calls
+    copies = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    return tuple(copies), kwargs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"denominator": "dataset"}, {"prior_kl": "ce"}], ids=str)
+def test_opcheck(backend, options, monkeypatch):
+    args, kwargs = recorded_call(backend, monkeypatch, **options)
+    torch.library.opcheck(objective_module.STEP, args, kwargs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_torch_compile_sees_one_op(backend):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fastgnl" in str(node.target)])
+        return graph.forward
+
+    eager, other = (GNLObjective(40, 10, backend=backend) for _ in range(2))
+    compiled = torch.compile(other, backend=count, fullgraph=True)
+    for seed in range(2):
+        g = torch.Generator().manual_seed(seed)
+        x, y = (torch.randn(8, 10, generator=g) for _ in range(2))
+        leaves = [[v.clone().requires_grad_() for v in (x, y)] for _ in range(2)]
+        losses = [o(*v, torch.arange(8), torch.arange(8)).loss for o, v in zip((eager, compiled), leaves, strict=True)]
+        for loss in losses:
+            (2 * loss).backward()
+        assert torch.equal(*losses)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(*leaves, strict=True))
+    assert graphs == [["fastgnl.step.default"]]
+    assert torch.equal(eager.M_NC, other.M_NC)
+    assert int(other.step) == 2
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_upstream_gradient_scales_both(backend, dtype):
+    """Also where a float16 gradient would underflow without the loss scale."""
+    z, t = (torch.randn(4, 10, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(2))
+    grads = []
+    for scale in (1.0, 1024.0):
+        leaves = [v.clone().requires_grad_() for v in (z * 8, t * 8)]
+        objective = GNLObjective(4, 10, backend=backend)
+        (objective(*leaves, torch.arange(4), torch.arange(4)).loss * scale).backward()
+        grads.append([leaf.grad.double() / scale for leaf in leaves])
+    wanted = [v.clone().double().requires_grad_() for v in (z * 8, t * 8)]
+    GNLObjective(4, 10, backend="reference")(*wanted, torch.arange(4), torch.arange(4)).loss.backward()
+    for scaled, leaf in zip(grads[1], wanted, strict=True):
+        small = leaf.grad.abs() > 1e-7
+        room = 2e-3 if dtype == torch.float16 else 2e-5
+        torch.testing.assert_close(scaled[small], leaf.grad[small], rtol=room, atol=room * 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_backward_is_refused_or_right(backend):
+    z = torch.randn(4, 10, requires_grad=True)
+    loss = GNLObjective(4, 10, backend=backend)(z, z.detach(), torch.arange(4), torch.arange(4)).loss
+    (3 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (3 * loss).backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_gradients_nothing_of_the_size_of_a_batch_is_allocated(backend, monkeypatch):
+    """And with them, nothing else is."""
+    made = []
+    inner = step_module.Step
+
+    def kept(**fields):
+        made.append(inner(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(step_module, "Step", kept)
+    objective = GNLObjective(256, 64, backend=backend)
+    z, t = (torch.randn(256, 64, requires_grad=True) for _ in range(2))
+    objective(z, t, torch.arange(256) % 64, torch.arange(256))
+    with torch.no_grad():
+        objective(z, t, torch.arange(256) % 64, torch.arange(256))
+    with_grads, without = made
+    own = ("sums", "through", "D", "stats", "bits", "picked", "loss", "terms", "sample_loss", "set_size")
+    for s in made:
+        assert max(getattr(s, name).numel() for name in own) <= 256 * 64 / 8
+    assert with_grads.grad_z.shape == (256, 64)
+    assert without.grad_z is None
+    assert without.grad_t is None
+
+
+def test_launches():
+    """One where D is known, three where it holds the live batch; the backward adds a scaling of each gradient."""
+    for given_D, wanted in ((True, ["rows_kernel"]), (False, ["column_sums_kernel", "rows_kernel", "finish_kernel"])):
+        names = []
+
+        def record(launch, names=names):
+            names.append(launch.kernel.__name__ if hasattr(launch.kernel, "__name__") else launch.kernel.fn.__name__)
+            triton_step.run_on_device(launch)
+
+        with triton_step.launches_go_to(record):
+            run(Case(4, 10, steps=1, given_D=given_D), "triton")
+        assert names == [*wanted, "scale_kernel", "scale_kernel"]
+
+
+def test_two_networks_on_the_native_kernel():
+    pairs = [GNLPair(40, 9, backend=backend, warmup_epochs=0) for backend in ("reference", "cpu")]
+    g = torch.Generator().manual_seed(0)
+    z, t = (torch.randn(2, 16, 9, generator=g) for _ in range(2))
+    labels, index = torch.randint(9, (16,), generator=g), torch.randperm(40, generator=g)[:16]
+    leaves = [[v.clone().requires_grad_() for v in (z, t)] for _ in pairs]
+    terms = [pair(*v, labels, index, labels) for pair, v in zip(pairs, leaves, strict=True)]
+    assert torch.equal(terms[0].set_size, terms[1].set_size)
+    torch.testing.assert_close(terms[1].loss, terms[0].loss)
+    for result in terms:
+        result.loss.backward()
+    for a, b in zip(*leaves, strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+
+
+# Which backend runs.
+
+
+def test_auto_takes_the_native_kernel_where_it_can():
+    z = torch.zeros(2, 4)
+    for options, dtype, wanted in (
+        ({}, torch.float32, "cpu"),
+        ({}, torch.bfloat16, "cpu"),
+        ({}, torch.float64, "reference"),
+        ({"estep": "literal"}, torch.float32, "reference"),
+        ({"tau": 0.3}, torch.float32, "reference"),
+        ({"backend": "reference"}, torch.float32, "reference"),
+    ):
+        assert GNLObjective(9, 4, **options).backend_for(z.to(dtype), z.to(dtype)[:, None]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "sentence"),
+    [
+        ({"backend": "cpu", "estep": "literal"}, torch.float32, "wanted 'reference' or 'auto' with estep='literal'"),
+        ({"backend": "cpu", "tau": 0.3}, torch.float32, "with tau=0.3: 1/tau is no whole number"),
+        ({"backend": "cpu"}, torch.float64, "with logits of torch.float64"),
+        ({"backend": "gpu"}, torch.float32, "backend is 'gpu', wanted one of"),
+        ({"table_dtype": "int8"}, torch.float32, "table_dtype is 'int8', wanted one of"),
+    ],
+)
+def test_a_backend_that_cannot_is_refused_in_one_sentence(options, dtype, sentence):
+    with pytest.raises(InputError, match=sentence) as error:
+        GNLObjective(9, 4, **options)(*torch.zeros(2, 3, 4, dtype=dtype), torch.arange(3), torch.arange(3))
+    assert "\n" not in str(error.value)
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match="backend is 'triton' and Triton kernels need tensors on a GPU"):
+        GNLObjective(9, 4, backend="triton")(*torch.zeros(2, 3, 4), torch.arange(3), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("labels", "index", "clean", "sentence"),
+    [
+        ([0, 1, 4], [0, 1, 2], None, "labels holds 4, wanted 0 to 3"),
+        ([0, -2, 1], [0, 1, 2], None, "labels holds -2, wanted 0 to 3"),
+        ([0, 1, 2], [0, 9, 2], None, "index holds 9, wanted 0 to 8"),
+        ([0, 1, 2], [0, 2, 2], None, "index names a sample twice"),
+        ([0, 1, 2], [0, 1, 2], [0, 7, 1], "clean holds 7, wanted 0 to 3"),
+    ],
+)
+def test_the_native_kernel_refuses_bad_ids_and_changes_nothing(labels, index, clean, sentence):
+    objective = GNLObjective(9, 4, backend="cpu")
+    given = [torch.tensor(v) for v in (labels, index)]
+    with pytest.raises(InputError, match=sentence):
+        objective(*torch.zeros(2, 3, 4), *given, None if clean is None else torch.tensor(clean))
+    assert int(objective.step) == 0
+    assert (objective.M_NC == 0.25).all()
+
+
+def test_without_a_compiler_the_reference_runs_with_one_line_of_notice(tmp_path):
+    script = (
+        "import torch; from fastgnl import GNLObjective\n"
+        "for _ in range(2):\n"
+        "    o = GNLObjective(9, 4); z = torch.randn(3, 4)\n"
+        "    print(o.backend_for(z, z[:, None]), float(o(z, z, torch.arange(3), torch.arange(3)).loss) > 0)\n"
+    )
+    env = {**os.environ, "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["reference", "True"] * 2, done.stderr
+    assert done.stderr.splitlines() == ["fastgnl: no C++ compiler was found, going on with plain PyTorch"]
+
+
+def test_a_table_of_16_bits_follows_one_of_32(make_batch):
+    """Rounding to the nearest holds the average within 4% (bfloat16) and 0.5% (float16) of where it is going."""
+    tables = {}
+    z = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
+    for dtype in ("float32", "bfloat16", "float16"):
+        objective = GNLObjective(1, 12, table_dtype=dtype)
+        for _ in range(200):
+            objective(z, z, torch.tensor([0]), torch.tensor([0]))
+        tables[dtype] = objective.M_NC.float()
+        assert objective.M_NC.dtype == getattr(torch, dtype)
+    for dtype, room in (("bfloat16", 0.045), ("float16", 0.006)):
+        assert ((tables[dtype] / tables["float32"]) - 1).abs().max() < room
