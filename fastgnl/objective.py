@@ -335,6 +335,7 @@ class GNLObjective(nn.Module):
         )
         return Terms(loss, terms, sample_loss_B, set_size_B, covered_B)
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def step_options(self, backend: str, cover: str) -> Options:
         """The options as a fused step takes them."""
         known = self._options.get((backend, cover))

@@ -280,7 +280,9 @@ STATE, OPTIONS = slice(8, 16), slice(16, 29)
 
 def _step(*args: Any) -> tuple[Tensor, ...]:
     z, t, clean = args[0], args[1], args[4]
-    s = run(*args[: STATE.start], State(*args[STATE]), Options(*args[OPTIONS]), *args[OPTIONS.stop :])
+    options = Options(*args[OPTIONS])
+    options = options._replace(weights=tuple(options.weights))
+    s = run(*args[: STATE.start], State(*args[STATE]), options, *args[OPTIONS.stop :])
     return (
         s.loss,
         s.terms,

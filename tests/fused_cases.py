@@ -65,6 +65,8 @@ def run(case: Case, backend: str) -> Outcome:
     for _ in range(case.steps):
         z, t = ((torch.randn(B, K, C, generator=g) * case.scale).to(case.dtype) for K in (1, case.K))
         z, t = z[:, 0], t[:, 0] if case.K == 1 else t
+        if backend == "reference":  # the truth, of the same numbers
+            z, t = z.double(), t.double()
         z, t = ((strided(x) if case.strided else x).requires_grad_() for x in (z, t))
         labels, clean = (torch.randint(C, (B,), generator=g) for _ in range(2))
         index = torch.randperm(N, generator=g)[:B]
@@ -106,25 +108,25 @@ EXACT = ("set_size", "covered", "step", "epoch", "visited_N", "w_N")
 
 
 def differences(case: Case, backend: str) -> list[str]:
-    """Where a backend is not as close to the reference as the case's types allow; [] is: nowhere.
+    """Where a backend is not as close to the reference in float64 as the case's types allow; [] is: nowhere.
 
-    float32: 2e-5 of an array's largest number (and 2e-6 absolutely). 16-bit logits round the gradients, a 16-bit
+    float32: 2e-5 of an array's largest number (and 5e-6 absolutely). 16-bit logits round the gradients, a 16-bit
     table its rows, and what follows from them: one unit in the last place, 2^-8 or 2^-10.
     """
     wanted, given = run(case, "reference"), run(case, backend)
     found = [f"step {i}: sets" for i in range(case.steps) if not torch.equal(wanted.sets[i], given.sets[i])]
     table = getattr(torch, case.options.get("table_dtype", "float32"))
+    assert all(wanted.state[name].dtype == given.state[name].dtype for name in wanted.state)
     pairs = [(wanted.state, given.state, table)]
     pairs += [(a, b, case.dtype) for a, b in zip(wanted.values, given.values, strict=True)]
     for a, b, dtype in pairs:
         assert a.keys() == b.keys()
         for name in a:
             x, y = a[name].double().nan_to_num(-1), b[name].double().nan_to_num(-1)
-            assert a[name].dtype == b[name].dtype, name
             assert x.shape == y.shape, name
             unit = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
             largest = float(x.abs().max()) if x.numel() else 0.0
-            room = 0.0 if name in EXACT else (2e-5 + unit) * largest + 2e-6
+            room = 0.0 if name in EXACT else (2e-5 + unit) * largest + 5e-6
             worst = float((x - y).abs().max()) if x.numel() else 0.0
             if not worst <= room:
                 found.append(f"{name}: {worst:.1e} apart, largest {largest:.1e}")

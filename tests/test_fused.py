@@ -8,6 +8,7 @@ import pytest
 import torch
 from fused_cases import Case, cases, differences, run
 from hypothesis import HealthCheck, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgnl import GNLObjective, GNLPair
 from fastgnl import objective as objective_module
@@ -99,39 +100,34 @@ def test_equal_words_are_told_apart_by_their_class(most):
     assert torch.equal(out.sum(1), k.long())
 
 
+def free_words(ids):
+    """The words of 21,840 free classes; class 21,840 is the given label."""
+    return philox.words(0, ids, 21841, 0, [philox.FREE])[0, :, :-1]
+
+
 @pytest.fixture(scope="module")
 def tie():
-    """(id, k): a row of 21,841 classes whose k-th and next smallest words are equal."""
+    """(id, k, classes): a row whose k-th and next smallest words are equal, those of the two classes."""
     ids = torch.arange(60)
-    words = philox.words(0, ids, 21841, 0, [philox.FREE])[0].sort(1).values
-    rows, places = (words[:, 1:] == words[:, :-1]).nonzero(as_tuple=True)
-    assert len(rows), "60 rows of 21,841 words without a tie: the odds are 1 in 30"
-    return int(rows[0]), int(places[0]) + 1
+    words = free_words(ids)
+    ordered = words.sort(1).values
+    rows, places = (ordered[:, 1:] == ordered[:, :-1]).nonzero(as_tuple=True)
+    assert len(rows), "60 rows of 21,840 words without a tie: the odds are 1 in 30"
+    row, place = int(rows[0]), int(places[0])
+    return row, place + 1, (words[row] == ordered[row, place]).nonzero().squeeze(1).tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 def test_a_tie_at_the_threshold_of_a_whole_step(backend, tie):
     """w is chosen so that k falls between two equal words of the random-number contract itself."""
-    id_, k = tie
-    C, sets = 21841, []
-    for which in ("reference", backend):
-        objective = GNLObjective(60, C, warmup_epochs=0, k_max=None, coverage="none", backend=which, seed=0)
-        objective.w_N.fill_(k / (C - 1))
-        z = torch.zeros(1, C)
-        found = [
-            bool(objective.eval()(z, z, torch.tensor([label]), torch.tensor([id_]), torch.tensor([c])).covered)
-            for label in (C - 1,)
-            for c in tied_classes(id_, k)
-        ]
-        sets.append(found)
-    assert sets[0] == sets[1] == [True, False]
-
-
-def tied_classes(id_, k):
-    """The two classes whose words are equal, in their order."""
-    words = philox.words(0, torch.tensor([id_]), 21841, 0, [philox.FREE])[0, 0]
-    value = words.sort().values[k]
-    return (words == value).nonzero().squeeze(1).tolist()
+    id_, k, (first, second) = tie
+    C = 21841
+    objective = GNLObjective(60, C, warmup_epochs=0, k_max=None, coverage="none", backend=backend, seed=0).eval()
+    objective.w_N.fill_(k / (C - 1))
+    z, label, index = torch.zeros(1, C), torch.tensor([C - 1]), torch.tensor([id_])
+    terms = [objective(z, z, label, index, torch.tensor([c])) for c in (first, second)]
+    assert [int(term.set_size) for term in terms] == [k + 1, k + 1]
+    assert [bool(term.covered) for term in terms] == [True, False]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,20 +156,19 @@ def test_threads_do_not_change_a_bit(B, C):
 def recorded_call(backend, monkeypatch, **options):
     """The arguments of one call of the op."""
     calls = []
-    op = objective_module.STEP
-    monkeypatch.setattr(objective_module, "STEP", lambda *a, **k: calls.append((a, k)) or op(*a, **k))
+    inner = objective_module.differentiable_step
+    monkeypatch.setattr(objective_module, "differentiable_step", lambda *a: calls.append(a) or inner(*a))
     z, t = (torch.randn(8, 10, requires_grad=True) for _ in range(2))
     GNLObjective(40, 10, backend=backend, **options)(z, t, torch.arange(8), torch.arange(8))
-    ((args, kwargs),) = calls
-    copies = [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
-    return tuple(copies), kwargs
+    ((*given, state, options, update),) = calls
+    flat = [*given, *state, *options, update, True]
+    return tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in flat)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"denominator": "dataset"}, {"prior_kl": "ce"}], ids=str)
 def test_opcheck(backend, options, monkeypatch):
-    args, kwargs = recorded_call(backend, monkeypatch, **options)
-    torch.library.opcheck(objective_module.STEP, args, kwargs)
+    torch.library.opcheck(step_module.STEP, recorded_call(backend, monkeypatch, **options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -214,43 +209,43 @@ def test_the_upstream_gradient_scales_both(backend, dtype):
     wanted = [v.clone().double().requires_grad_() for v in (z * 8, t * 8)]
     GNLObjective(4, 10, backend="reference")(*wanted, torch.arange(4), torch.arange(4)).loss.backward()
     for scaled, leaf in zip(grads[1], wanted, strict=True):
-        small = leaf.grad.abs() > 1e-7
-        room = 2e-3 if dtype == torch.float16 else 2e-5
-        torch.testing.assert_close(scaled[small], leaf.grad[small], rtol=room, atol=room * 1e-5)
+        seen = leaf.grad.abs() > 1e-6  # float16 alone would keep 4 bits of such a number
+        torch.testing.assert_close(scaled[seen], leaf.grad[seen], rtol=4e-3, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_second_backward_is_refused_or_right(backend):
+def test_a_second_backward_is_refused(backend):
     z = torch.randn(4, 10, requires_grad=True)
     loss = GNLObjective(4, 10, backend=backend)(z, z.detach(), torch.arange(4), torch.arange(4)).loss
     (3 * loss).backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="a fused step was differentiated twice, wanted once"):
         (3 * loss).backward()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_gradients_nothing_of_the_size_of_a_batch_is_allocated(backend, monkeypatch):
-    """And with them, nothing else is."""
-    made = []
-    inner = step_module.Step
+def test_nothing_of_the_size_of_a_batch_is_allocated_but_the_gradients(backend):
+    B, C = 512, 256
+    objective = GNLObjective(B, C, backend=backend)
+    z, t = (torch.randn(B, C, requires_grad=True) for _ in range(2))
+    for grads, wanted in ((True, 2), (False, 0)):
+        with torch.set_grad_enabled(grads), Allocations() as allocations:
+            objective(z, t, torch.arange(B) % C, torch.arange(B))
+        assert sum(numel == B * C for numel in allocations.numels) == wanted
+        assert max(numel for numel in allocations.numels if numel != B * C) <= B * C / 4
 
-    def kept(**fields):
-        made.append(inner(**fields))
-        return made[-1]
 
-    monkeypatch.setattr(step_module, "Step", kept)
-    objective = GNLObjective(256, 64, backend=backend)
-    z, t = (torch.randn(256, 64, requires_grad=True) for _ in range(2))
-    objective(z, t, torch.arange(256) % 64, torch.arange(256))
-    with torch.no_grad():
-        objective(z, t, torch.arange(256) % 64, torch.arange(256))
-    with_grads, without = made
-    own = ("sums", "through", "D", "stats", "bits", "picked", "loss", "terms", "sample_loss", "set_size")
-    for s in made:
-        assert max(getattr(s, name).numel() for name in own) <= 256 * 64 / 8
-    assert with_grads.grad_z.shape == (256, 64)
-    assert without.grad_z is None
-    assert without.grad_t is None
+class Allocations(TorchDispatchMode):
+    """The sizes of the tensors made within."""
+
+    def __init__(self):
+        super().__init__()
+        self.numels = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__ or "new_" in func.__name__:
+            self.numels.append(out.numel())
+        return out
 
 
 def test_launches():
