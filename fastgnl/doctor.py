@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
+from fastgnl.kernels import backends, cpu
 from fastgnl.objective import GNLObjective
 from fastgnl.report import text_table
 
@@ -32,17 +33,36 @@ def installed(package: str) -> str | None:
         return "present, version unknown"
 
 
-def reference_step_ms(rows: int = 128, classes: int = 10) -> float:
-    """Median time of one objective step with backward, to show that the reference backend works."""
-    objective = GNLObjective(rows, classes)
-    labels, index = torch.arange(rows) % classes, torch.arange(rows)
+def step_ms(backend: str, device: str, rows: int = 128, classes: int = 10) -> float:
+    """Median time of one objective step with backward, to show that a backend works."""
+    objective = GNLObjective(rows, classes, backend=backend).to(device)  # type: ignore[arg-type]
+    labels, index = torch.arange(rows, device=device) % classes, torch.arange(rows, device=device)
     times = []
     for _ in range(12):
-        z, t = (torch.randn(rows, classes, requires_grad=True) for _ in range(2))
+        z, t = (torch.randn(rows, classes, device=device, requires_grad=True) for _ in range(2))
         start = time.perf_counter()
         objective(z, t, labels, index).loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return 1000 * sorted(times)[len(times) // 2]
+
+
+def backend_lines() -> list[str]:
+    """Which backend ``auto`` takes here, why, and how long each that works takes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen, obstacle = backends.choose(device)
+    why = {
+        "triton": "tensors on a GPU take the Triton kernels",
+        "cpu": f"tensors on the CPU take the native kernel, built for {cpu.isa()}",
+        "reference": f"{obstacle}, so plain PyTorch runs",
+    }[chosen]
+    lines = [f"objective backend: {chosen} ({why})"]
+    for name, where in (("triton", "cuda"), ("cpu", "cpu"), ("reference", device)):
+        problem = "no GPU is visible to torch" if where not in ("cpu", device) else backends.problem(name, where)
+        works = f"works, {step_ms(name, where):.2f} ms a step of 128 rows and 10 classes" if problem is None else None
+        lines.append(f"  {name}: {works or f'not here, {problem}'}")
+    return lines
 
 
 def advice() -> list[str]:
@@ -55,7 +75,7 @@ def advice() -> list[str]:
     if installed("ffcv") is None:
         found.append(f"ffcv is missing, for image files: {HEADERS_COMMAND}")
     if shutil.which("c++") is None and shutil.which("g++") is None:
-        found.append("no C++ compiler: ffcv cannot be built")
+        found.append("no C++ compiler: neither the native kernel nor ffcv can be built")
     return found
 
 
@@ -66,10 +86,9 @@ def run() -> None:
     print(f"GPUs: {', '.join(gpus) if gpus else 'none'}\n")
     rows = [(name, installed(name) or "missing", use) for name, use in PACKAGES.items()]
     print(text_table(("package", "version", "for"), rows))
-    print(
-        "\nobjective backend: reference (plain PyTorch), works, "
-        f"{reference_step_ms():.2f} ms a step of 128 rows and 10 classes"
-    )
+    print()
+    for line in backend_lines():
+        print(line)
     print("loader: built-in, samples in memory (FFCV is not used yet)")
     suggestions = advice()
     print("\nWhat would speed this machine up:" if suggestions else "\nNothing to add.")

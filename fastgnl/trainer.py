@@ -85,12 +85,10 @@ class CrossEntropy(nn.Module):
     def forward(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
         loss_B = nn.functional.cross_entropy(z, labels, reduction="none")
         rows = sum_over_ranks(loss_B.new_full((1,), len(loss_B)))
-        zero = loss_B.new_zeros(())
+        mean = loss_B.detach().mean()
         return Terms(
             loss_B.sum() * (world_size() / rows.squeeze()),
-            loss_B.detach().mean(),
-            zero,
-            zero,
+            torch.stack([mean, torch.zeros_like(mean), torch.zeros_like(mean)]),
             loss_B.detach(),
             torch.ones_like(labels),
             None if clean is None else labels == clean,
@@ -157,7 +155,7 @@ class _Tally:
         size = terms.set_size.to(torch.float64)
         # terms.loss is weighted for DDP's average over ranks, the three terms are means over this rank's rows.
         rows = size.new_tensor([global_rows / world_size(), len(size), len(size), len(size)])
-        means = torch.stack([terms.loss.detach(), terms.ce, terms.prior, terms.estep]).double() * rows
+        means = torch.cat([terms.loss.detach()[None], terms.means[:3]]).double() * rows
         if clean is None or terms.covered is None:
             known = means.new_full((5,), float("nan"))
         else:

@@ -717,7 +717,8 @@ inline void mark_smallest(const int32_t* keys, int64_t C, int64_t k, int64_t fre
 
 // What a thread needs for one row, and its sums over the rows of a chunk.
 struct Scratch {
-    float *z, *t, *table, *out, *q, *first_sum, *second_sum;
+    float *z, *t, *table, *out, *own_q, *first_sum, *second_sum;
+    float* q;  // own_q, or the row of grad_z that keeps q
     int32_t* keys;
     double terms[4];
 
@@ -725,12 +726,13 @@ struct Scratch {
         // Rows a multiple of 4096 bytes apart would share the same few sets of the L1 cache.
         const int64_t width = C <= SMALL ? SMALL * LANES : (C + BLOCK - 1) / BLOCK * BLOCK, stride = width + 48;
         memory.reset(static_cast<float*>(std::aligned_alloc(64, (size_t)(8 * stride * 4 + 63) / 64 * 64)));
-        float** const rows[] = {&z, &t, &table, &out, &q, &first_sum, &second_sum};
+        float** const rows[] = {&z, &t, &table, &out, &own_q, &first_sum, &second_sum};
         float* next = memory.get();
         for (float** pointer : rows) {
             *pointer = next;
             next += stride;
         }
+        q = own_q;
         keys = reinterpret_cast<int32_t*>(next);
     }
 
@@ -782,6 +784,15 @@ inline float* stat(const Step& s, Stat which) { return s.stats + which * s.B; }
 
 inline const float* z_row(const Step& s, int64_t i, Scratch& scratch) {
     return wide_row(at(s.z, i * s.z_stride, s.z_dtype), s.z_dtype, s.C, PADDING, scratch.z);
+}
+
+// Until its gradient is known, a row of grad_z keeps q: reading it is faster than e^z once more.
+inline bool keeps_q(const Step& s) {
+    return s.live && s.grad_z && s.z_dtype == FLOAT32 && s.prior_kl != CE && s.C > SMALL;
+}
+
+inline const float* kept_q(const Step& s, int64_t i, float* copy) {
+    return wide_row(at(s.grad_z, i * s.C, FLOAT32), FLOAT32, s.C, 0.0f, copy);
 }
 
 inline const float* next_z(const Step& s, int64_t i) {
@@ -975,12 +986,15 @@ struct CleanSums {
 
 // With g = log p - log D and a = p q / D. Leaves q in scratch.
 template <int KL>
-inline CleanSums clean_sums(const Step& s, const Denominator& D, Prior prior, const float* z, Softmax soft,
+inline CleanSums clean_sums(const Step& s, const Denominator& D, Prior prior, const float* z, Softmax soft, int64_t i,
                             Scratch& scratch) {
     const int64_t end = padded(s.C);
     const float *const inverse_D = D.inverse.get(), *const log_D = D.log.get();
-    float* const q_row = scratch.q;
-    exp_row(z, all(soft.maximum), all(soft.log_sum), end, q_row, z);
+    if (keeps_q(s))
+        scratch.q = const_cast<float*>(kept_q(s, i, scratch.own_q));
+    else
+        exp_row(z, all(soft.maximum), all(soft.log_sum), end, scratch.q, z);
+    const float* const q_row = scratch.q;
     F qx = {}, q_log_p = {}, above = {}, Z = {}, weighted_g = {}, px = {}, total_p = {};
     for (int64_t j = 0; j < end; j += LANES) {
         const F x = row(z + j) - all(soft.maximum), q = row(q_row + j);
@@ -1177,7 +1191,14 @@ inline void sum_row(const Step& s, int64_t i, Scratch& scratch) {
     const F inverse = all(1.0f / total);
     const float* const e_row = scratch.q;
     float* const sum_row = scratch.first_sum;
-    for (int64_t j = 0; j < end; j += LANES) store(sum_row + j, fma(row(e_row + j), inverse, row(sum_row + j)));
+    void* const kept = keeps_q(s) ? at(s.grad_z, i * s.C, FLOAT32) : nullptr;
+    float* const q_row = kept && is_plain(FLOAT32, s.C) ? static_cast<float*>(kept) : scratch.q;
+    for (int64_t j = 0; j < end; j += LANES) {
+        const F q = row(e_row + j) * inverse;
+        store(q_row + j, q);
+        store(sum_row + j, row(sum_row + j) + q);
+    }
+    if (kept && q_row != kept) store_row(q_row, FLOAT32, s.C, kept);
     if (s.dataset) add_row(scratch.second_sum, table_row(s, i, scratch), s.C);
 }
 
@@ -1228,7 +1249,7 @@ inline void step_row(const Step& s, const Keys& keys, const Denominator& D, int6
     const Prior prior = draw_set(s, keys, step, i, table, scratch);
     const float* z = z_row(s, i, scratch);
     const Softmax soft = s.live ? kept_softmax(s, i) : softmax(z, end, scratch.q);
-    const CleanSums sums = clean_sums<KL>(s, D, prior, z, soft, scratch);
+    const CleanSums sums = clean_sums<KL>(s, D, prior, z, soft, i, scratch);
     const float prior_loss = prior_term<KL>(sums, soft), sample_loss = soft.log_sum - (z[y] - soft.maximum);
     const PriorParts parts = {KL == CE ? 0.0f : 1.0f / sums.Z, sums.mean_g, sums.p};
     const NoisyTerms noisy = noisy_terms(s, prior, sums, soft, D.grad_scale, i, scratch);
@@ -1764,7 +1785,10 @@ inline void finish_row(const Step& s, const Denominator& D, const float* through
     void* const to = at(s.grad_z, i * s.C, s.z_dtype);
     float* const out = out_row(s, to, scratch);  // first holds q
     const float* const inverse_D = D.inverse.get();
-    exp_row(z, all(soft.maximum), all(soft.log_sum), end, out, next_z(s, i));
+    if (!keeps_q(s))
+        exp_row(z, all(soft.maximum), all(soft.log_sum), end, out, next_z(s, i));
+    else if (out != to)
+        kept_q(s, i, out);
     F dot = {};
     for (int64_t j = 0; j < end; j += LANES) {
         __builtin_prefetch(out + end + j, 1);

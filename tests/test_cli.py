@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse import csr_matrix, save_npz
 
 from fastgnl.cli import main
 from fastgnl.files import written
+from fastgnl.kernels import backends
 from fastgnl.noise import symmetric
 
 
@@ -195,8 +197,12 @@ def test_a_file_from_before_survives_a_failure(tmp_path):
 def test_doctor(fastgnl, tmp_path):
     done = fastgnl("doctor", cwd=tmp_path)
     assert done.code == 0, done.err
-    for word in ("torch", "triton", "ffcv", "deepspeed", "reference", "speed this machine up"):
+    for word in ("torch", "triton", "ffcv", "deepspeed", "speed this machine up"):
         assert word in done.out
+    chosen, obstacle = backends.choose("cuda" if torch.cuda.is_available() else "cpu")
+    assert f"objective backend: {chosen} (" in done.out
+    assert obstacle is None or obstacle in done.out
+    assert "reference: works, " in done.out
 
 
 def demo(*args, cwd):

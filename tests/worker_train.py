@@ -1,4 +1,5 @@
-"""Run by torchrun in test_distributed: trains a small network in float64 with each denominator, saves the outcome."""
+"""Run by torchrun in test_distributed: trains a small network with each denominator, in float64 by the reference and
+in float32 by the fused step, and saves the outcome."""
 
 import sys
 
@@ -12,17 +13,20 @@ from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_prob
 
 N, F, C = 91, 7, 4
 CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
+FUSED = ("fused batch", "fused window", "fused dataset")
 
 
 def outcome(case: str) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(N, F, generator=g, dtype=torch.float64)
+    fused = case.startswith("fused")
+    dtype, case = torch.float32 if fused else torch.float64, case.removeprefix("fused ")
+    x = torch.randn(N, F, generator=g, dtype=torch.float64).to(dtype)
     labels = torch.randint(C, (N,), generator=g)
     torch.manual_seed(1)
     parts = [nn.Sequential(nn.Linear(F, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(2)]
     backbone = tuple(parts) if case == "pair" else parts[0]
     head = "none" if case == "ce" else "logits"
-    net = with_transition(backbone, 16, C, transition_input=head, seed=1).double()
+    net = with_transition(backbone, 16, C, transition_input=head, seed=1).to(dtype)
     if is_distributed():
         synchronise_batch_norm(net)
     options = {"warmup_epochs": 2, "k_max": 2, "seed": 3}
@@ -32,7 +36,7 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
         objective = GNLPair(N, C, **options).double()
     else:
         terms = {"terms": ("prior",)} if case == "prior only" else {"denominator": case}
-        objective = GNLObjective(N, C, **terms, **options).double()
+        objective = GNLObjective(N, C, **terms, **options, backend="cpu" if fused else "reference").to(dtype)
     samples = Samples(x, labels, labels.roll(1))
     history = train(net, objective, samples, TrainConfig(epochs=6, batch_size=31, lr=0.1, seed=2), samples)
     return {
@@ -69,7 +73,7 @@ def batch_norm(mean: float, std: float, dtype: torch.dtype) -> dict[str, torch.T
 
 if __name__ == "__main__":
     with process_group():
-        results = {case: outcome(case) for case in CASES}
+        results = {case: outcome(case) for case in (*CASES, *FUSED)}
         results["far from zero"] = batch_norm(1000.0, 0.5, torch.float32)
         results["bfloat16"] = batch_norm(0.0, 1.0, torch.bfloat16)
         if rank() == 0:
