@@ -35,7 +35,7 @@ def installed(package: str) -> str | None:
 
 def step_ms(backend: str, device: str, rows: int = 128, classes: int = 10) -> float:
     """Median time of one objective step with backward, to show that a backend works."""
-    objective = GNLObjective(rows, classes, backend=backend).to(device)  # type: ignore[arg-type]
+    objective = GNLObjective(rows, classes, backend=backend).to(device)
     labels, index = torch.arange(rows, device=device) % classes, torch.arange(rows, device=device)
     times = []
     for _ in range(12):

@@ -278,11 +278,12 @@ STATE, OPTIONS = slice(8, 16), slice(16, 29)
 """Where the fields of ``State`` and ``Options`` are among the arguments."""
 
 
-def _step(*args: Any) -> tuple[Tensor, ...]:
+def _step(*args: Any) -> tuple[Tensor | None, ...]:
     z, t, clean = args[0], args[1], args[4]
     options = Options(*args[OPTIONS])
     options = options._replace(weights=tuple(options.weights))
-    s = run(*args[: STATE.start], State(*args[STATE]), options, *args[OPTIONS.stop :])
+    whole: Any = (*args[: STATE.start], State(*args[STATE]), options, *args[OPTIONS.stop :])
+    s = run(*whole)
     return (
         s.loss,
         s.terms,

@@ -22,20 +22,18 @@ EVERYTHING = {"denominator": "dataset", "prior_form": "additive"}
 BF16 = {"dtype": torch.bfloat16}
 VARIANTS = {
     "few classes": Case(64, 10, steps=1),
-    "few classes, D given": Case(64, 10, steps=1, given_D=True, options={"direction": "x->y"}),
     "window": Case(64, 100, steps=1, **BF16, options={"denominator": "window", "prior_kl": "forward"}),
-    "float16": Case(64, 100, steps=1, given_D=True, dtype=torch.float16, options={"table_dtype": "float16"}),
+    "float16": Case(
+        64, 100, steps=1, given_D=True, training=False, dtype=torch.float16, options={"table_dtype": "float16"}
+    ),
     "draws": Case(64, 500, 2, steps=1, options={**EVERYTHING, "prior_kl": "forward", "tau": 0.25}),
     "a block": Case(64, 1000, steps=1),
-    "a block, D given": Case(64, 1000, steps=1, given_D=True, options={"prior_kl": "forward"}),
     "a block, two covers": Case(
         64, 1000, coverage=2, steps=1, **BF16, options={**EVERYTHING, "table_dtype": "bfloat16"}
     ),
-    "ce, argmax": Case(64, 1023, steps=1, training=False, options={"prior_kl": "ce", "coverage": "argmax"}),
     "the largest block": Case(64, 2048, coverage=2, steps=1, options={**EVERYTHING, "prior_kl": "forward"}),
     "streamed": Case(64, 21841, steps=1),
     "streamed, D given": Case(64, 9000, steps=1, given_D=True, options={"uncertainty": "none", "direction": "x->y"}),
-    "streamed, two covers": Case(64, 9000, coverage=2, steps=1, options={**EVERYTHING, "prior_kl": "forward"}),
 }
 EMULATED = {
     "few classes": (Case(9, 10, steps=1), 90, True, "lockstep"),

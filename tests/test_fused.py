@@ -1,8 +1,11 @@
 """The fused backends against the reference: values, gradients, label state, and the sampled sets exactly."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgnl import GNLObjective, GNLPair
 from fastgnl import objective as objective_module
 from fastgnl.errors import InputError
-from fastgnl.kernels import backends, philox
+from fastgnl.kernels import backends, cpu, philox
 from fastgnl.kernels import step as step_module
 from fastgnl.kernels.candidates import smallest_free_keys
 
@@ -24,7 +27,7 @@ if backends.problem("cpu", "cpu"):
 import triton
 import triton.language as tl
 
-from fastgnl.kernels import triton_step
+from fastgnl.kernels import triton_kernels, triton_step
 
 BACKENDS = ("cpu", "triton")
 relaxed = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -79,8 +82,8 @@ def threshold_kernel(words, k, out, C, R: tl.constexpr, BLOCK: tl.constexpr):
     row, cls = tl.arange(0, R), tl.arange(0, BLOCK)[None, :]
     word = tl.load(words + row[:, None] * C + cls, mask=cls < C, other=0).to(tl.uint32)
     y, none, k_R = row * 0, row * 0 - 1, tl.load(k + row)
-    T, last = triton_step._threshold(word, 0, row, 0, 0, y, none, none, k_R, row * 0 + (C - 1), C, BLOCK, False)
-    chosen = triton_step._selected(word, cls, triton_step._is_free(cls, y, none, none, C), T, last)
+    T, last = triton_kernels._threshold(word, 0, row, 0, 0, y, none, none, k_R, row * 0 + (C - 1), C, BLOCK, False)
+    chosen = triton_kernels._selected(word, cls, triton_kernels._is_free(cls, y, none, none, C), T, last)
     tl.store(out + row[:, None] * C + cls, chosen.to(tl.int8), mask=cls < C)
 
 
@@ -345,6 +348,28 @@ def test_without_a_compiler_the_reference_runs_with_one_line_of_notice(tmp_path)
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["reference", "True"] * 2, done.stderr
     assert done.stderr.splitlines() == ["fastgnl: no C++ compiler was found, going on with plain PyTorch"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 is of x86_64")
+def test_the_native_kernel_builds_for_avx_512(tmp_path):
+    library = tmp_path / "step.so"
+    cpu.compile_library("AVX-512", library)
+    if shutil.which("objdump"):
+        code = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+        assert code.count("%zmm") > 1000
+
+
+def test_the_native_kernel_without_vector_instructions(tmp_path):
+    """Built for any machine, it draws the same sets."""
+    script = (
+        "from fused_cases import Case, differences; from fastgnl.kernels import cpu; print(cpu.isa())\n"
+        "for case in (Case(), Case(33, 100), Case(5, 1000, options={'denominator': 'dataset'})):\n"
+        "    print(differences(case, 'cpu'))\n"
+    )
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.stdout.split() == ["plain", "[]", "[]", "[]"], done.stderr
 
 
 def test_a_table_of_16_bits_follows_one_of_32(make_batch):
