@@ -13,11 +13,14 @@ Predicted time: a launch costs ``LAUNCH`` seconds, and then takes what its bytes
 bandwidth, or its instructions at the rate they can be issued, whichever is more. No latency, no occupancy: a bound.
 """
 
+import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported: its interpreter compiles nothing
 
 import emulator
 import torch

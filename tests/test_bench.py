@@ -22,6 +22,7 @@ def run(script, *args, **env):
         ("accuracy.py", ("--seeds", 1, "--epochs", 2), {"data", "CE", "GNL"}),
         ("noise_filter.py", ("--samples", 2000, "--repeats", 1), {"samples", "ratio"}),
         ("instance_noise.py", ("--samples", 200, "--features", 20), {"classes", "seconds"}),
+        ("kernels.py", ("--shapes", 2, 10001, "--no-threads", "--no-memory"), {"backend", "against", "ratio"}),
     ],
 )
 def test_smallest_size(tmp_path, script, args, columns):
@@ -33,6 +34,21 @@ def test_smallest_size(tmp_path, script, args, columns):
     assert all(columns <= row.keys() for row in rows)
     for column in columns:
         assert column in done.stdout
+
+
+def test_kernel_report(tmp_path):
+    """Of one shape; the traffic only where the emulator is."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = run("kernel_report.py", "--shapes", 8, 10, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("8 x 10")]
+    assert {(line[3], line[4]) for line in lines} >= {("live", "column_sums"), ("live", "rows"), ("given", "rows")}
+    assert {line[5] for line in lines} == {"80", "86", "90", "100"}
+    assert {line[7] for line in lines} == {"0"}
+    if "ptxrun is not here" not in done.stdout:
+        live, given = json.loads((tmp_path / "rows.json").read_text())
+        assert (live["launches"], given["launches"]) == (3, 1)
+        assert 1 <= given["of minimum"] < 1.2 < live["of minimum"]
 
 
 def test_missing_data_is_said_in_one_sentence(tmp_path):

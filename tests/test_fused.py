@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_native_kernel_equals_the_reference(case):
     assert differences(case, "cpu") == []
 
 
-@settings(relaxed, max_examples=35)
+@settings(relaxed, max_examples=20)
 @given(cases(most_rows=20, most_classes=70))
 def test_the_triton_kernels_equal_the_reference(case):
     """In Triton's interpreter."""
@@ -110,27 +111,27 @@ def free_words(ids):
 
 @pytest.fixture(scope="module")
 def tie():
-    """(id, k, classes): a row whose k-th and next smallest words are equal, those of the two classes."""
+    """(id, k, class): a row whose k-th and next smallest words are equal, and the class of the next, which is out."""
     ids = torch.arange(60)
     words = free_words(ids)
     ordered = words.sort(1).values
     rows, places = (ordered[:, 1:] == ordered[:, :-1]).nonzero(as_tuple=True)
     assert len(rows), "60 rows of 21,840 words without a tie: the odds are 1 in 30"
     row, place = int(rows[0]), int(places[0])
-    return row, place + 1, (words[row] == ordered[row, place]).nonzero().squeeze(1).tolist()
+    return row, place + 1, int((words[row] == ordered[row, place]).nonzero()[1])
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 def test_a_tie_at_the_threshold_of_a_whole_step(backend, tie):
     """w is chosen so that k falls between two equal words of the random-number contract itself."""
-    id_, k, (first, second) = tie
+    id_, k, second = tie
     C = 21841
     objective = GNLObjective(60, C, warmup_epochs=0, k_max=None, coverage="none", backend=backend, seed=0).eval()
     objective.w_N.fill_(k / (C - 1))
     z, label, index = torch.zeros(1, C), torch.tensor([C - 1]), torch.tensor([id_])
-    terms = [objective(z, z, label, index, torch.tensor([c])) for c in (first, second)]
-    assert [int(term.set_size) for term in terms] == [k + 1, k + 1]
-    assert [bool(term.covered) for term in terms] == [True, False]
+    terms = objective(z, z, label, index, torch.tensor([second]))
+    assert int(terms.set_size) == k + 1
+    assert not bool(terms.covered)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -230,8 +231,11 @@ def test_nothing_of_the_size_of_a_batch_is_allocated_but_the_gradients(backend):
     B, C = 512, 256
     objective = GNLObjective(B, C, backend=backend)
     z, t = (torch.randn(B, C, requires_grad=True) for _ in range(2))
+    nowhere = partial(
+        triton_step.launches_go_to, lambda launch: None
+    )  # a batch of this size takes the interpreter a minute
     for grads, wanted in ((True, 2), (False, 0)):
-        with torch.set_grad_enabled(grads), Allocations() as allocations:
+        with torch.set_grad_enabled(grads), Allocations() as allocations, nowhere():
             objective(z, t, torch.arange(B) % C, torch.arange(B))
         assert sum(numel == B * C for numel in allocations.numels) == wanted
         assert max(numel for numel in allocations.numels if numel != B * C) <= B * C / 4
