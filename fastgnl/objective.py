@@ -173,8 +173,17 @@ def check_noisy(t: Tensor, z: Tensor) -> None:
     """The noisy logits that go with z."""
     if not isinstance(t, Tensor):
         raise InputError(f"t is a {type(t).__name__}, wanted the noisy logits as a tensor")
-    if t.dim() not in (2, 3) or (t.shape[0], t.shape[-1]) != z.shape:
+    if not t.is_floating_point():
+        raise InputError(f"t is {t.dtype}, wanted a floating-point type")
+    if t.dim() not in (2, 3) or (t.shape[0], t.shape[-1]) != z.shape or t.shape[1] == 0:
         raise InputError(f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)")
+
+
+def check_device(z: Tensor, **others: Tensor | None) -> None:
+    """Everything is where z is."""
+    for name, other in others.items():
+        if other is not None and other.device != z.device:
+            raise InputError(f"{name} is on {other.device}, wanted {z.device} as z is")
 
 
 class GNLObjective(nn.Module):
@@ -208,7 +217,7 @@ class GNLObjective(nn.Module):
         self.config = GNLConfig(num_samples, num_classes, **options)  # type: ignore[arg-type]
         self.network = network
         self._options: dict[tuple[str, str], Options] = {}
-        self._backends: dict[tuple[str, torch.dtype, torch.dtype, int], str] = {}
+        self._backends: dict[tuple[str, torch.dtype, torch.dtype, torch.dtype, int], str] = {}
         N, C = num_samples, num_classes
         self.register_buffer("M_NC", torch.full((N, C), 1.0 / C, dtype=getattr(torch, self.config.table_dtype)))
         self.register_buffer("w_N", torch.zeros(N))
@@ -264,9 +273,16 @@ class GNLObjective(nn.Module):
         config = self.config
         check_batch(z, labels, index, clean, config.num_classes)
         check_noisy(t, z)
+        check_device(z, t=t, labels=labels, index=index, clean=clean, w=w, denominator=denominator, objective=self.M_NC)
         if denominator is not None:
             wanted = (config.num_classes,)
             check(denominator.shape == wanted, f"denominator has shape {tuple(denominator.shape)}, wanted {wanted}")
+        if w is not None:
+            check(w.shape == self.w_N.shape, f"w has shape {tuple(w.shape)}, wanted ({config.num_samples},)")
+        for given in coverage or []:
+            check_ids("coverage", given, z)
+            check_device(z, coverage=given)
+            check_below("coverage", given, config.num_classes)
         labels, index = as_int64(labels), as_int64(index)
         clean = None if clean is None else as_int64(clean)
         w_N = self.w_N if w is None else w
@@ -284,19 +300,21 @@ class GNLObjective(nn.Module):
         dtype = (
             z.dtype if z.dtype == t.dtype else torch.promote_types(torch.promote_types(z.dtype, t.dtype), torch.float32)
         )
-        given = (z.device.type, dtype, self.M_NC.dtype, t.shape[1] if t.dim() == 3 else 1)
+        given = (z.device.type, dtype, self.M_NC.dtype, self.loss_N.dtype, t.shape[1] if t.dim() == 3 else 1)
         if given not in self._backends:
             self._backends[given] = self._resolve(*given)
         return self._backends[given]
 
-    def _resolve(self, device: str, logits: torch.dtype, table: torch.dtype, draws: int) -> str:
+    def _resolve(self, device: str, logits: torch.dtype, table: torch.dtype, state: torch.dtype, draws: int) -> str:
         config = self.config
         backend, slow = (config.backend, None) if config.backend != "auto" else backends.choose(device)
         if slow is not None and device == "cpu":
             backends.notice(f"{slow}, going on with plain PyTorch")
         problem = None if slow else backends.problem(backend, device)
         check(problem is None, f"backend is {backend!r} and {problem}")
-        left_out = backends.unsupported(backend, config.estep, config.tau, config.num_classes, draws, logits, table)
+        left_out = backends.unsupported(
+            backend, config.estep, config.tau, config.num_classes, draws, logits, table, state
+        )
         if config.backend == "auto":
             return "reference" if left_out else backend
         check(left_out is None, f"backend is {backend!r}, wanted 'reference' or 'auto' with {left_out}")
@@ -328,7 +346,11 @@ class GNLObjective(nn.Module):
             own["window_RC"] if self._has_window else None,
             own["tickets"],  # type: ignore[arg-type]
         )
-        given = (torch.stack(coverage) if coverage else None, w_N, None if denominator is None else denominator.float())
+        given = (
+            torch.stack([as_int64(label_B) for label_B in coverage]) if coverage else None,
+            w_N.float().contiguous(),
+            None if denominator is None else denominator.detach().float().contiguous(),
+        )
         options = self.step_options(backend, "own" if coverage is None else "given" if coverage else "none")
         loss, terms, sample_loss_B, set_size_B, covered_B = differentiable_step(
             z, t, labels, index, clean, *given, state, options, self.training

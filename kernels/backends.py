@@ -47,7 +47,14 @@ def problem(backend: str, device: str) -> str | None:
 
 
 def unsupported(
-    backend: str, estep: str, tau: float, classes: int, draws: int, logits: torch.dtype, table: torch.dtype
+    backend: str,
+    estep: str,
+    tau: float,
+    classes: int,
+    draws: int,
+    logits: torch.dtype,
+    table: torch.dtype,
+    state: torch.dtype,
 ) -> str | None:
     """What a fused kernel leaves to the reference, or None."""
     if estep == "literal":
@@ -57,6 +64,8 @@ def unsupported(
     for name, dtype in (("logits", logits), ("a table", table)):
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"{name} of {dtype}"
+    if state != torch.float32:
+        return f"losses kept as {state}"
     if backend == "triton" and draws > 1 and classes > RESIDENT:
         return f"{draws} draws of more than {RESIDENT} classes"
     return None

@@ -297,7 +297,7 @@ def test_auto_takes_the_native_kernel_where_it_can():
         ({"tau": 0.3}, torch.float32, "reference"),
         ({"backend": "reference"}, torch.float32, "reference"),
     ):
-        assert GNLObjective(9, 4, **options).backend_for(z.to(dtype), z.to(dtype)[:, None]) == wanted
+        assert GNLObjective(9, 4, **options).backend_for(z.to(dtype), z.to(dtype)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,41 @@ def test_a_backend_that_cannot_is_refused_in_one_sentence(options, dtype, senten
     with pytest.raises(InputError, match=sentence) as error:
         GNLObjective(9, 4, **options)(*torch.zeros(2, 3, 4, dtype=dtype), torch.arange(3), torch.arange(3))
     assert "\n" not in str(error.value)
+
+
+def test_a_module_in_half_precision_is_left_to_the_reference():
+    """.half() makes the losses and w 16 bits too, which the kernels would read as 32."""
+    z = torch.zeros(2, 4)
+    assert GNLObjective(9, 4).half().backend_for(z, z) == "reference"
+    with pytest.raises(InputError, match="with losses kept as"):
+        GNLObjective(9, 4, backend="cpu").half()(z, z, torch.arange(2), torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"coverage": [torch.tensor([0, 1, 4])]}, "coverage holds 4, wanted 0 to 3"),
+        ({"coverage": [torch.tensor([0, 1])]}, r"coverage has shape \(2,\), wanted \(3,\)"),
+        ({"w": torch.zeros(8)}, r"w has shape \(8,\), wanted \(9,\)"),
+        ({"denominator": torch.ones(3)}, r"denominator has shape \(3,\), wanted \(4,\)"),
+        ({"denominator": torch.ones(4, device="meta")}, "denominator is on meta, wanted cpu as z is"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_replaces_the_objectives_own_is_checked(backend, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        GNLObjective(9, 4, backend=backend)(*torch.zeros(2, 3, 4), torch.arange(3), torch.arange(3), **changes)
+
+
+def test_what_replaces_the_objectives_own_may_be_of_any_type():
+    given = {"coverage": [torch.arange(3, dtype=torch.int32)], "w": torch.rand(18).double()[::2]}
+    given["denominator"] = torch.rand(8, dtype=torch.float64)[::2] + 0.1
+    z, t = torch.randn(2, 3, 4)
+    losses = [
+        GNLObjective(9, 4, backend=backend, warmup_epochs=0)(z, t, torch.arange(3), torch.arange(3), **given).loss
+        for backend in ("reference", "cpu")
+    ]
+    torch.testing.assert_close(*losses, check_dtype=False)
 
 
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
@@ -346,7 +381,7 @@ def test_without_a_compiler_the_reference_runs_with_one_line_of_notice(tmp_path)
         "import torch; from fastgnl import GNLObjective\n"
         "for _ in range(2):\n"
         "    o = GNLObjective(9, 4); z = torch.randn(3, 4)\n"
-        "    print(o.backend_for(z, z[:, None]), float(o(z, z, torch.arange(3), torch.arange(3)).loss) > 0)\n"
+        "    print(o.backend_for(z, z), float(o(z, z, torch.arange(3), torch.arange(3)).loss) > 0)\n"
     )
     env = {**os.environ, "PATH": str(tmp_path), "CXX": "", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
