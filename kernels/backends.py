@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 Backend = Literal["auto", "reference", "triton", "cpu"]
-RESIDENT = 2048
+RESIDENT = 1024
 """The longest row the Triton kernels keep in registers."""
 
 

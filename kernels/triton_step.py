@@ -14,8 +14,8 @@ from fastgnl.kernels.step import Step
 from fastgnl.kernels.triton_kernels import column_sums_kernel, finish_kernel, rows_kernel, scale_kernel
 
 STREAMED_BLOCK = 2048
-MAX_REGISTERS = {4: 255, 8: 255, 16: 128}
-"""By warps. Left alone, ptxas gives up a few registers to the stack for one more program on a processor."""
+MAX_REGISTERS = 255
+"""Left alone, ptxas gives up a few registers to the stack for one more program on a processor."""
 GROUP = 16
 """Partial sums a program adds in one go."""
 
@@ -35,7 +35,7 @@ def tile_of(B: int, C: int) -> Tile:
         return Tile(1, STREAMED_BLOCK, 8, True)
     block = max(32, triton.next_power_of_2(C))
     rows = min(max(1, 512 // block), triton.next_power_of_2(B))
-    return Tile(rows, block, min(max(4, block // 128), 16), False)
+    return Tile(rows, block, max(4, block // 128), False)
 
 
 def programs_of(B: int, tile: Tile) -> int:
@@ -91,7 +91,7 @@ def launch(kernel: Any, programs: int, tile: Tile, args: dict[str, Any], constex
         {**args, "programs": programs},
         {**constexprs, **cut},
         tile.num_warps,
-        MAX_REGISTERS[tile.num_warps],
+        MAX_REGISTERS,
     )
 
 
@@ -254,4 +254,4 @@ def scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
     block = 1024
     for grad in grads:
         args = {"grad": grad, "factor": factor, "n": grad.numel()}
-        runner(Launch(scale_kernel, triton.cdiv(grad.numel(), block), args, {"BLOCK": block}, 4, MAX_REGISTERS[4]))
+        runner(Launch(scale_kernel, triton.cdiv(grad.numel(), block), args, {"BLOCK": block}, 4, MAX_REGISTERS))

@@ -31,7 +31,7 @@ VARIANTS = {
     "a block, two covers": Case(
         64, 1000, coverage=2, steps=1, **BF16, options={**EVERYTHING, "table_dtype": "bfloat16"}
     ),
-    "the largest block": Case(64, 2048, coverage=2, steps=1, options={**EVERYTHING, "prior_kl": "forward"}),
+    "the largest block": Case(64, 1024, coverage=2, steps=1, options={**EVERYTHING, "prior_kl": "forward"}),
     "streamed": Case(64, 21841, steps=1),
     "streamed, D given": Case(64, 9000, steps=1, given_D=True, options={"uncertainty": "none", "direction": "x->y"}),
 }
