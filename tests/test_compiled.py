@@ -20,18 +20,17 @@ needs_ptxrun = pytest.mark.skipif(emulator.folder() is None, reason="ptxrun is n
 
 EVERYTHING = {"denominator": "dataset", "prior_form": "additive"}
 BF16 = {"dtype": torch.bfloat16}
+# Few classes are compiled in the test of bench/kernel_report.py.
 VARIANTS = {
-    "few classes": Case(64, 10, steps=1),
     "window": Case(64, 100, steps=1, **BF16, options={"denominator": "window", "prior_kl": "forward"}),
     "float16": Case(
         64, 100, steps=1, given_D=True, training=False, dtype=torch.float16, options={"table_dtype": "float16"}
     ),
     "draws": Case(64, 500, 2, steps=1, options={**EVERYTHING, "prior_kl": "forward", "tau": 0.25}),
     "a block": Case(64, 1000, steps=1),
-    "a block, two covers": Case(
-        64, 1000, coverage=2, steps=1, **BF16, options={**EVERYTHING, "table_dtype": "bfloat16"}
+    "the largest block": Case(
+        64, 1024, coverage=2, steps=1, **BF16, options={**EVERYTHING, "prior_kl": "forward", "table_dtype": "bfloat16"}
     ),
-    "the largest block": Case(64, 1024, coverage=2, steps=1, options={**EVERYTHING, "prior_kl": "forward"}),
     "streamed": Case(64, 21841, steps=1),
     "streamed, D given": Case(64, 9000, steps=1, given_D=True, options={"uncertainty": "none", "direction": "x->y"}),
 }
