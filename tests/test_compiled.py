@@ -32,7 +32,6 @@ VARIANTS = {
         64, 1024, coverage=2, steps=1, **BF16, options={**EVERYTHING, "prior_kl": "forward", "table_dtype": "bfloat16"}
     ),
     "streamed": Case(64, 21841, steps=1),
-    "streamed, D given": Case(64, 9000, steps=1, given_D=True, options={"uncertainty": "none", "direction": "x->y"}),
 }
 EMULATED = {
     "few classes": (Case(9, 10, steps=1), 90, True, "lockstep"),

@@ -40,7 +40,7 @@ def test_the_native_kernel_equals_the_reference(case):
     assert differences(case, "cpu") == []
 
 
-@settings(relaxed, max_examples=20)
+@settings(relaxed, max_examples=15)
 @given(cases(most_rows=20, most_classes=70))
 def test_the_triton_kernels_equal_the_reference(case):
     """In Triton's interpreter."""
@@ -121,7 +121,7 @@ def tie():
     return row, place + 1, int((words[row] == ordered[row, place]).nonzero()[1])
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_tie_at_the_threshold_of_a_whole_step(backend, tie):
     """w is chosen so that k falls between two equal words of the random-number contract itself."""
     id_, k, second = tie
