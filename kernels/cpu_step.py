@@ -28,7 +28,7 @@ def native(s: Step) -> bytes:
     """The arguments as the native kernel takes them, field by field; ``s`` keeps the tensors alive."""
     state, z, t, work = s.state, s.z, s.t, s.work.data_ptr()
     (B, C), many = z.shape, t.dim() == 3
-    sums, through, D, stats, _, bits = s.places
+    sums, through, D, stats, _, bits, _ = s.places
     return VARYING.pack(
         B,
         C,

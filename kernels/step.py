@@ -105,27 +105,40 @@ class Step:
         return self.z.dtype == torch.float16
 
     @property
-    def places(self) -> tuple[int, int, int, int, int, int]:
-        """Where in ``work`` each of its arrays begins."""
-        B, C = self.z.shape
-        width = C if self.state.column_sum is None else 2 * C
-        D = 2 * width + 1
-        return 0, width + 1, D, D + C, D + C + 8 * B, D + C + 10 * B
+    def width(self) -> int:
+        return self.z.shape[1] * (1 if self.state.column_sum is None else 2)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where in ``work`` each of its arrays begins, and where it ends."""
+        return layout(*self.z.shape, self.width)
 
     @property
     def sums(self) -> Tensor:
         """Column sums: of q, with ``dataset`` of the table's rows, and the number of rows."""
-        return self.work[: self.places[1]]
+        return self.work[: self.width + 1]
 
     @property
     def through(self) -> Tensor:
         """Column sums: of V, with ``dataset`` of the table's change."""
-        return self.work[self.places[1] : self.places[2]]
+        return self.work[self.places[1] :][: self.width]
 
     @property
     def bits(self) -> Tensor:
         """The candidate sets, int32 [B, C / 32]."""
-        return self.work[self.places[5] :].view(torch.int32).view(self.z.shape[0], -1)
+        B, C = self.z.shape
+        packs = (C + 31) // 32
+        return self.work[self.places[5] :][: B * packs].view(torch.int32).view(B, packs)
+
+
+@cache
+def layout(B: int, C: int, width: int) -> tuple[int, ...]:
+    """Where the arrays of ``Step.work`` begin, each at a multiple of 16 bytes, and where the last ends."""
+    places, place = [], 0
+    for size in (width + 1, width, C, 8 * B, 2 * B, (C + 31) // 32 * B):
+        places.append(place)
+        place += -(-size // 4) * 4
+    return (*places, place)
 
 
 @cache
@@ -188,7 +201,7 @@ def run(
         None if clean is None else torch.empty_like(clean, dtype=torch.bool),
         torch.empty(z.shape, dtype=z.dtype, device=z.device) if grads else None,
         torch.empty(t.shape, dtype=t.dtype, device=z.device) if grads else None,
-        w_like(2 * width + 1 + C + (10 + (C + 31) // 32) * B),
+        w_like(layout(B, C, width)[-1]),
     )
     if not live and world > 1:
         s.rows = float(sum_over_ranks_(torch.tensor(s.rows, device=z.device)))

@@ -103,8 +103,8 @@ def partials(s: Step, programs: int) -> tuple[Tensor, Tensor]:
 
 def kept(s: Step) -> tuple[Tensor, Tensor, Tensor]:
     """D [C], stats [8, B] and the coverage labels [2, B]."""
-    _, _, D, stats, picked, bits = s.places
-    return s.work[D:stats], s.work[stats:picked], s.work[picked:bits].view(torch.int32)
+    (B, C), (_, _, D, stats, picked, *_) = s.z.shape, s.places
+    return s.work[D:][:C], s.work[stats:][: 8 * B], s.work[picked:][: 2 * B].view(torch.int32)
 
 
 def alignment(args: dict[str, Any]) -> int:
