@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fastgnl.config import GNLConfig
 from fastgnl.kernels.candidates import CLIP, FLOOR
 from fastgnl.kernels.terms import TINY, log_denominator, row_terms
-from fastgnl.objective import GNLConfig, GNLObjective
+from fastgnl.objective import GNLObjective
 
 BETA = 0.9
 LOG_FLOOR = math.log(FLOOR)

@@ -14,11 +14,13 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import nn
 
+from fastgnl.config import Denominator
 from fastgnl.errors import check, check_choice, check_count, check_range
 from fastgnl.kernels.terms import Direction, PriorKL
 from fastgnl.mixture import noise_probability
 from fastgnl.networks import MLP
-from fastgnl.objective import Denominator, GNLObjective, GNLPair
+from fastgnl.objective import GNLObjective
+from fastgnl.pair import GNLPair
 from fastgnl.progress import Progress
 from fastgnl.samples import Samples
 from fastgnl.trainer import Epoch, TrainConfig, eval_losses, predict_proba, train

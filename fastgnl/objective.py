@@ -1,105 +1,23 @@
-"""``GNLObjective``: the method's loss and the label state it keeps, for one network or two.
+"""``GNLObjective``: the method's loss and the label state it keeps.
 
-Axes: N samples of the training set, B rows of this rank, C classes, K draws, R rows of the window.
+Axes: N samples of the training set, B rows of this rank, C classes, K draws, R rows of the window, X coverage labels.
 """
 
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, cast, get_args
+from dataclasses import fields
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from fastgnl.batch import as_int64, check_batch, check_below, check_device, check_ids, check_noisy, check_once, stacked
+from fastgnl.config import TERMS, GNLConfig
 from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
-from fastgnl.errors import InputError, check, check_choice, check_count, check_range, check_seed
+from fastgnl.errors import check
 from fastgnl.kernels import backends, philox
-from fastgnl.kernels.backends import Backend
-from fastgnl.kernels.candidates import CLIP, Coverage, PriorForm, candidate_sets, coverage_label
-from fastgnl.kernels.step import COVERS, PRIORS, TICKETS, Options, State, differentiable_step
-from fastgnl.kernels.terms import Direction, EStep, PriorKL, log_denominator, row_terms
+from fastgnl.kernels.candidates import CLIP, candidate_sets, coverage_label
+from fastgnl.kernels.step import COVERS, PRIORS, TICKETS, Given, Options, State, differentiable_step
+from fastgnl.kernels.terms import log_denominator, row_terms
 from fastgnl.mixture import noise_probability
-
-Denominator = Literal["batch", "window", "dataset"]
-Uncertainty = Literal["mixture", "random", "none"]
-LossSource = Literal["online", "eval"]
-TableDtype = Literal["float32", "float16", "bfloat16"]
-TERMS = ("ce", "prior", "estep")
-
-
-@dataclass(frozen=True)
-class GNLConfig:
-    """Every option of the method, checked when made."""
-
-    num_samples: int
-    """N: sample ids are 0 to N - 1."""
-    num_classes: int
-    """C."""
-    direction: Direction = "y->x"
-    """Which way data are generated, y->x or x->y; changes the E-step only."""
-    denominator: Denominator = "batch"
-    """Where D_j comes from: the global batch, it and a window of batches, or the whole data set."""
-    window: int = 4
-    """Batches in the sum with denominator="window", the live one included."""
-    prior_kl: PriorKL = "reverse"
-    """KL(r || q), KL(q || r), or the cross-entropy of p."""
-    estep: EStep = "normalised"
-    """The E-step's target normalised, or as the paper prints it."""
-    terms: tuple[str, ...] = TERMS
-    """Which of ce, prior, estep make up the loss."""
-    beta: float = 0.9
-    """Decay of the moving average M; 0 keeps the last q only."""
-    tau: float = 0.5
-    """Temperature of the coverage draw: c ~ M^(1/tau)."""
-    k_max: int | Literal["auto"] | None = "auto"
-    """Cap on the random candidates: None is the paper's rule, "auto" is it up to 100 classes and 20 beyond."""
-    warmup_epochs: int = 10
-    """Epochs before w is estimated."""
-    coverage: Coverage = "sample"
-    """The coverage label: drawn from M, its argmax, or left out."""
-    uncertainty: Uncertainty = "mixture"
-    """w from the losses, at random, or no random candidates at all."""
-    prior_form: PriorForm = "set"
-    """p uniform on the set, or the paper's sum in which a label named twice weighs double."""
-    loss_source: LossSource = "online"
-    """w from the losses seen while training, or from those given to end_epoch."""
-    table_dtype: TableDtype = "float32"
-    """How M is stored. A step rounds to the nearest: the average stops moving once within 4% (bfloat16) or 0.5%
-    (float16) of where it is going."""
-    backend: Backend = "auto"
-    """What computes a step: Triton on a GPU, native code on a CPU, plain PyTorch; "auto" takes the fastest there is."""
-    seed: int = 0
-    """Key of every random draw."""
-
-    def __post_init__(self) -> None:
-        check_count("num_samples", self.num_samples, 1)
-        check_count("num_classes", self.num_classes, 2)
-        check_choice("direction", self.direction, get_args(Direction))
-        check_choice("denominator", self.denominator, get_args(Denominator))
-        check_count("window", self.window, 1)
-        check_choice("prior_kl", self.prior_kl, get_args(PriorKL))
-        check_choice("estep", self.estep, get_args(EStep))
-        check(len(self.terms) > 0, f"terms is empty, wanted at least one of {', '.join(TERMS)}")
-        for term in self.terms:
-            check_choice("terms", term, TERMS)
-        check_range("beta", self.beta, 0, 1)
-        # 1/tau beyond 8 would underflow float32 at 21,841 classes.
-        check_range("tau", self.tau, 0.125, 100)
-        if self.k_max not in ("auto", None):
-            check_count("k_max", self.k_max, 0)  # type: ignore[arg-type]
-        check_count("warmup_epochs", self.warmup_epochs, 0)
-        check_choice("coverage", self.coverage, get_args(Coverage))
-        check_choice("uncertainty", self.uncertainty, get_args(Uncertainty))
-        check_choice("prior_form", self.prior_form, get_args(PriorForm))
-        check_choice("loss_source", self.loss_source, get_args(LossSource))
-        check_choice("table_dtype", self.table_dtype, get_args(TableDtype))
-        check_choice("backend", self.backend, get_args(Backend))
-        check_seed(self.seed)
-
-    @property
-    def candidate_cap(self) -> int | None:
-        """k_max with "auto" settled."""
-        if self.k_max == "auto":
-            return 20 if self.num_classes > 100 else None
-        return self.k_max
 
 
 class Terms(NamedTuple):
@@ -127,63 +45,6 @@ class Terms(NamedTuple):
     @property
     def estep(self) -> Tensor:
         return self.means[2]
-
-
-def check_ids(name: str, given: Tensor, z: Tensor) -> None:
-    """A whole number for each row of z."""
-    if given.shape != z.shape[:1]:
-        raise InputError(f"{name} has shape {tuple(given.shape)}, wanted ({z.shape[0]},) as z has rows")
-    if given.is_floating_point() or given.dtype == torch.bool:
-        raise InputError(f"{name} is {given.dtype}, wanted integers")
-
-
-def as_int64(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.int64 else x.to(torch.int64)
-
-
-def check_below(name: str, given: Tensor, size: int) -> None:
-    """Every id from 0 to ``size`` - 1; looked at on the CPU only, elsewhere it would stall the device."""
-    if given.device.type == "cpu":
-        low, high = (int(v) for v in given.aminmax())
-        check(low >= 0 and high < size, f"{name} holds {low if low < 0 else high}, wanted 0 to {size - 1}")
-
-
-def check_once(index: Tensor) -> None:
-    """No sample twice in a batch; looked at on the CPU only."""
-    if index.device.type == "cpu":
-        check(len(index.unique()) == len(index), "index names a sample twice, wanted each at most once in a batch")
-
-
-def check_batch(z: Tensor, labels: Tensor, index: Tensor, clean: Tensor | None, num_classes: int) -> None:
-    """The shapes and types of one batch of clean logits, given labels and sample ids."""
-    for name, given in (("z", z), ("labels", labels), ("index", index)):
-        if not isinstance(given, Tensor):
-            raise InputError(f"{name} is a {type(given).__name__}, wanted a tensor")
-    if z.dim() != 2 or z.shape[1] != num_classes or z.shape[0] == 0:
-        raise InputError(f"z has shape {tuple(z.shape)}, wanted (B, {num_classes}) with B >= 1")
-    if not z.is_floating_point():
-        raise InputError(f"z is {z.dtype}, wanted a floating-point type")
-    check_ids("labels", labels, z)
-    check_ids("index", index, z)
-    if clean is not None:
-        check_ids("clean", clean, z)
-
-
-def check_noisy(t: Tensor, z: Tensor) -> None:
-    """The noisy logits that go with z."""
-    if not isinstance(t, Tensor):
-        raise InputError(f"t is a {type(t).__name__}, wanted the noisy logits as a tensor")
-    if not t.is_floating_point():
-        raise InputError(f"t is {t.dtype}, wanted a floating-point type")
-    if t.dim() not in (2, 3) or (t.shape[0], t.shape[-1]) != z.shape or t.shape[1] == 0:
-        raise InputError(f"t has shape {tuple(t.shape)}, wanted {tuple(z.shape)} as z has, or (B, K, C)")
-
-
-def check_device(z: Tensor, **others: Tensor | None) -> None:
-    """Everything is where z is."""
-    for name, other in others.items():
-        if other is not None and other.device != z.device:
-            raise InputError(f"{name} is on {other.device}, wanted {z.device} as z is")
 
 
 class GNLObjective(nn.Module):
@@ -279,18 +140,22 @@ class GNLObjective(nn.Module):
             check(denominator.shape == wanted, f"denominator has shape {tuple(denominator.shape)}, wanted {wanted}")
         if w is not None:
             check(w.shape == self.w_N.shape, f"w has shape {tuple(w.shape)}, wanted ({config.num_samples},)")
-        for given in coverage or []:
-            check_ids("coverage", given, z)
-            check_device(z, coverage=given)
-            check_below("coverage", given, config.num_classes)
-        labels, index = as_int64(labels), as_int64(index)
-        clean = None if clean is None else as_int64(clean)
-        w_N = self.w_N if w is None else w
+        for label_B in coverage or []:
+            check_ids("coverage", label_B, z)
+            check_device(z, coverage=label_B)
+            check_below("coverage", label_B, config.num_classes)
+        given = Given(
+            z,
+            t,
+            as_int64(labels),
+            as_int64(index),
+            None if clean is None else as_int64(clean),
+            None if coverage is None else stacked(coverage, z),
+            self.w_N if w is None else w,
+            denominator,
+        )
         backend = self.backend_for(z, t)
-        if backend == "reference":
-            t_BKC = t if t.dim() == 3 else t[:, None]
-            return self._reference_step(z, t_BKC, labels, index, clean, coverage, w_N, denominator)
-        return self._fused_step(backend, z, t, labels, index, clean, coverage, w_N, denominator)
+        return self._reference_step(given) if backend == "reference" else self._fused_step(backend, given)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def backend_for(self, z: Tensor, t: Tensor) -> str:
@@ -320,42 +185,27 @@ class GNLObjective(nn.Module):
         check(left_out is None, f"backend is {backend!r}, wanted 'reference' or 'auto' with {left_out}")
         return backend
 
-    def _fused_step(
-        self,
-        backend: str,
-        z: Tensor,
-        t: Tensor,
-        labels: Tensor,
-        index: Tensor,
-        clean: Tensor | None,
-        coverage: list[Tensor] | None,
-        w_N: Tensor,
-        denominator: Tensor | None,
-    ) -> Terms:
+    def _fused_step(self, backend: str, given: Given) -> Terms:
         """One call of the op that holds the whole step."""
-        if z.dtype != t.dtype:
-            z, t = z.float(), t.float()
-        own = self._buffers
+        if given.z.dtype != given.t.dtype:
+            given = given._replace(z=given.z.float(), t=given.t.float())
+        if given.w.dtype != torch.float32 or not given.w.is_contiguous():
+            given = given._replace(w=given.w.float().contiguous())
+        if given.denominator is not None:
+            given = given._replace(denominator=given.denominator.detach().float().contiguous())
+        own = cast(dict[str, Tensor], self._buffers)
         state = State(
-            own["M_NC"],  # type: ignore[arg-type]
-            own["loss_N"],  # type: ignore[arg-type]
-            own["visited_N"],  # type: ignore[arg-type]
-            own["step"],  # type: ignore[arg-type]
-            own["epoch"],  # type: ignore[arg-type]
+            own["M_NC"],
+            own["loss_N"],
+            own["visited_N"],
+            own["step"],
+            own["epoch"],
             own["column_sum_C"] if self.config.denominator == "dataset" else None,
             own["window_RC"] if self._has_window else None,
-            own["tickets"],  # type: ignore[arg-type]
+            own["tickets"],
         )
-        given = (
-            torch.stack([as_int64(label_B) for label_B in coverage]) if coverage else None,
-            w_N.float().contiguous(),
-            None if denominator is None else denominator.detach().float().contiguous(),
-        )
-        options = self.step_options(backend, "own" if coverage is None else "given" if coverage else "none")
-        loss, terms, sample_loss_B, set_size_B, covered_B = differentiable_step(
-            z, t, labels, index, clean, *given, state, options, self.training
-        )
-        return Terms(loss, terms, sample_loss_B, set_size_B, covered_B)
+        cover = "own" if given.cover is None else "given" if len(given.cover) else "none"
+        return Terms(*differentiable_step(given, state, self.step_options(backend, cover), self.training))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def step_options(self, backend: str, cover: str) -> Options:
@@ -380,35 +230,30 @@ class GNLObjective(nn.Module):
             )
         return known
 
-    def _reference_step(
-        self,
-        z: Tensor,
-        t_BKC: Tensor,
-        labels: Tensor,
-        index: Tensor,
-        clean: Tensor | None,
-        coverage: list[Tensor] | None,
-        w_N: Tensor,
-        denominator: Tensor | None,
-    ) -> Terms:
+    def _reference_step(self, given: Given) -> Terms:
         """The step in plain PyTorch, gradients by autograd: what every backend is compared with."""
         config = self.config
+        z, t, labels, index, clean, cover, w_N, denominator = given
         check_below("labels", labels, config.num_classes)
         check_below("index", index, config.num_samples)
         check_once(index)
         if clean is not None:
             check_below("clean", clean, config.num_classes)
+        t_BKC = t if t.dim() == 3 else t[:, None]
         wide = torch.promote_types(z.dtype, torch.float32)
         l_BC = torch.log_softmax(z.to(wide), 1)
         with torch.no_grad():
             cover_BC, free_BC, warmup_BC = self._words(index, philox.COVERAGE, philox.FREE, philox.WARMUP)
             old_BC = self.M_NC[index]
-            if coverage is None:
-                own = config.coverage != "none"
-                coverage = [coverage_label(old_BC, cover_BC, config.tau, config.coverage)] if own else []
+            if cover is not None:
+                named = list(cover)
+            elif config.coverage == "none":
+                named = []
+            else:
+                named = [coverage_label(old_BC, cover_BC, config.tau, config.coverage)]
             candidates = candidate_sets(
                 labels,
-                coverage,
+                named,
                 free_BC,
                 warmup_BC[:, 0],
                 None if self.in_warmup else w_N[index],
@@ -519,65 +364,3 @@ class GNLObjective(nn.Module):
     def extra_repr(self) -> str:
         config = self.config
         return f"{config.num_samples} samples, {config.num_classes} classes, {config.direction}, {config.denominator}"
-
-
-class GNLPair(nn.Module):
-    """Two networks trained together (METHOD section 8), each with its own M and w.
-
-    Takes z and t of shape [2, B, C] (``with_transition((first, second), ...)``). Each network uses the w the
-    other estimated, and both coverage labels are in either candidate set.
-    """
-
-    def __init__(self, num_samples: int, num_classes: int, **options: object) -> None:
-        super().__init__()
-        self.objectives = nn.ModuleList(
-            GNLObjective(num_samples, num_classes, network=network, **options) for network in range(2)
-        )
-
-    @property
-    def config(self) -> GNLConfig:
-        return self._members()[0].config
-
-    def _members(self) -> tuple[GNLObjective, GNLObjective]:
-        first, second = self.objectives
-        return cast(GNLObjective, first), cast(GNLObjective, second)
-
-    def forward(self, z: Tensor, t: Tensor, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
-        """The sum of the two losses; the other terms are means of the two."""
-        for name, given in (("z", z), ("t", t)):
-            check(given.dim() >= 3 and len(given) == 2, f"{name} has shape {tuple(given.shape)}, wanted (2, B, C)")
-        members = self._members()
-        for member, z_BC in zip(members, z, strict=True):
-            check_batch(z_BC, labels, index, clean, member.config.num_classes)
-            check_below("index", index, member.config.num_samples)
-        with torch.no_grad():
-            coverage = None if self.config.coverage == "none" else [m.coverage_labels(index) for m in members]
-        a, b = (
-            member(z[i], t[i], labels, index, clean, coverage=coverage or [], w=other.w_N)
-            for i, (member, other) in enumerate(zip(members, members[::-1], strict=True))
-        )
-        return Terms(
-            a.loss + b.loss,
-            (a.means + b.means) / 2,
-            (a.sample_loss + b.sample_loss) / 2,
-            (a.set_size + b.set_size) / 2,
-            None if a.covered is None or b.covered is None else (a.covered.float() + b.covered.float()) / 2,
-        )
-
-    def end_epoch(self, losses: Tensor | None = None) -> None:
-        """``losses`` as for ``GNLObjective.end_epoch``, of shape [2, N]."""
-        if losses is not None:
-            wanted = (2, self.config.num_samples)
-            check(losses.shape == wanted, f"losses has shape {tuple(losses.shape)}, wanted {wanted}")
-        for i, member in enumerate(self._members()):
-            member.end_epoch(None if losses is None else losses[i])
-
-    @property
-    def wants_losses(self) -> bool:
-        return self._members()[0].wants_losses
-
-    @property
-    def w_N(self) -> Tensor:
-        """The noise probabilities, the mean of the two estimates."""
-        a, b = self._members()
-        return (a.w_N + b.w_N) / 2

@@ -51,7 +51,7 @@ def native(s: Step) -> bytes:
         state.epoch.data_ptr(),
         0 if state.column_sum is None else state.column_sum.data_ptr(),
         0 if state.window is None else state.window.data_ptr(),
-        0 if s.given is None else s.given.data_ptr(),
+        0 if s.denominator is None else s.denominator.data_ptr(),
         0 if s.grad_z is None else s.grad_z.data_ptr(),
         0 if s.grad_t is None else s.grad_t.data_ptr(),
         s.loss.data_ptr(),

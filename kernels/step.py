@@ -27,6 +27,19 @@ TICKETS = 17
 """Counters the Triton kernels find their last program with; all zero between calls."""
 
 
+class Given(NamedTuple):
+    """What a step is given."""
+
+    z: Tensor  # [B, C]
+    t: Tensor  # [B, C] or [B, K, C]
+    labels: Tensor  # [B]
+    ids: Tensor  # [B]
+    clean: Tensor | None  # [B]
+    cover: Tensor | None  # [X, B]
+    w: Tensor  # [N]
+    denominator: Tensor | None  # [C]: known before the step
+
+
 class Options(NamedTuple):
     """What stays the same from step to step."""
 
@@ -69,12 +82,12 @@ class Step:
 
     z: Tensor  # [B, C]
     t: Tensor  # [B, C] or [B, K, C]
-    labels: Tensor  # [B]
-    index: Tensor  # [B]
-    clean: Tensor | None  # [B]
-    cover: Tensor | None  # [X, B]
-    w: Tensor  # [N]
-    given: Tensor | None  # [C]: a denominator known before the step
+    labels: Tensor
+    index: Tensor
+    clean: Tensor | None
+    cover: Tensor | None
+    w: Tensor
+    denominator: Tensor | None
     state: State
     options: Options
     update: bool
@@ -158,25 +171,13 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def run(
-    z: Tensor,
-    t: Tensor,
-    labels: Tensor,
-    index: Tensor,
-    clean: Tensor | None,
-    cover: Tensor | None,
-    w: Tensor,
-    given: Tensor | None,
-    state: State,
-    options: Options,
-    update: bool,
-    grads: bool,
-) -> Step:
+def run(given: Given, state: State, options: Options, update: bool, grads: bool) -> Step:
     """The step, outside of autograd."""
+    z, t, labels, index, clean, cover, w, denominator = given
     B, C = z.shape
     w_like = w.new_empty  # float32, on the device
     keeps_sums = state.column_sum is not None or state.window is not None
-    live = given is None and (keeps_sums or PRIORS[options.prior_kl] != "ce")
+    live = denominator is None and (keeps_sums or PRIORS[options.prior_kl] != "ce")
     width = C if state.column_sum is None else 2 * C
     world = world_size()
     s = Step(
@@ -187,7 +188,7 @@ def run(
         None if clean is None else clean.contiguous(),
         cover,
         w,
-        given,
+        denominator,
         state,
         options,
         update,
@@ -245,29 +246,19 @@ class Attach(torch.autograd.Function):
 
 
 def differentiable_step(
-    z: Tensor,
-    t: Tensor,
-    labels: Tensor,
-    index: Tensor,
-    clean: Tensor | None,
-    cover: Tensor | None,
-    w: Tensor,
-    given: Tensor | None,
-    state: State,
-    options: Options,
-    update: bool,
+    given: Given, state: State, options: Options, update: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """-> loss, terms, -log q_i[y_i], |S_i|, whether S_i holds the clean label.
 
     Outside of torch.compile without a turn through the dispatcher, which with so many arguments takes as long as a
     small batch.
     """
+    z, t = given.z, given.t
     grads = torch.is_grad_enabled() and (z.requires_grad or t.requires_grad)
     if torch.compiler.is_compiling():
-        flat = (z, t, labels, index, clean, cover, w, given, *state)
-        loss, terms, sample_loss, set_size, covered, _, _ = STEP(*flat, *options, update, grads)
-        return loss, terms, sample_loss, set_size, None if clean is None else covered
-    s = run(z, t, labels, index, clean, cover, w, given, state, options, update, grads)
+        loss, terms, sample_loss, set_size, covered, _, _ = STEP(*given, *state, *options, update, grads)
+        return loss, terms, sample_loss, set_size, None if given.clean is None else covered
+    s = run(given, state, options, update, grads)
     loss = s.loss
     if grads:
         made = (loss, s.terms if s.half else None, s.grad_z, s.grad_t)
@@ -280,7 +271,7 @@ def differentiable_step(
 
 LIBRARY = torch.library.Library("fastgnl", "DEF")
 LIBRARY.define(
-    "step(Tensor z, Tensor t, Tensor labels, Tensor index, Tensor? clean, Tensor? cover, Tensor w, Tensor? given, "
+    "step(Tensor z, Tensor t, Tensor labels, Tensor ids, Tensor? clean, Tensor? cover, Tensor w, Tensor? denominator, "
     "Tensor(a!) table, Tensor(b!) loss_N, Tensor(c!) visited, Tensor(d!) now, Tensor epoch, Tensor(e!)? column_sum, "
     "Tensor(f!)? window, Tensor(g!) tickets, str backend, bool x_to_y, int prior_kl, int cover_mode, "
     "bool random_labels, bool additive, int power, int cap, float beta, float[] weights, int warmup_epochs, int seed, "
@@ -295,8 +286,8 @@ def _step(*args: Any) -> tuple[Tensor | None, ...]:
     z, t, clean = args[0], args[1], args[4]
     options = Options(*args[OPTIONS])
     options = options._replace(weights=tuple(options.weights))
-    whole: Any = (*args[: STATE.start], State(*args[STATE]), options, *args[OPTIONS.stop :])
-    s = run(*whole)
+    update, grads = args[OPTIONS.stop :]
+    s = run(Given(*args[: STATE.start]), State(*args[STATE]), options, update, grads)
     return (
         s.loss,
         s.terms,

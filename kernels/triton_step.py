@@ -153,7 +153,7 @@ def rows_launch(s: Step) -> Launch:
         "epoch": s.state.epoch,
         "column_sum": s.state.column_sum,
         "window": s.state.window,
-        "given": s.given,
+        "given": s.denominator,
         "sums": s.sums,
         "D_out": D,
         "partial": partial,

@@ -164,7 +164,7 @@ def recorded_call(backend, monkeypatch, **options):
     monkeypatch.setattr(objective_module, "differentiable_step", lambda *a: calls.append(a) or inner(*a))
     z, t = (torch.randn(8, 10, requires_grad=True) for _ in range(2))
     GNLObjective(40, 10, backend=backend, **options)(z, t, torch.arange(8), torch.arange(8))
-    ((*given, state, options, update),) = calls
+    ((given, state, options, update),) = calls
     flat = [*given, *state, *options, update, True]
     return tuple(a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in flat)
 

@@ -7,11 +7,11 @@ import torch
 
 from fastgnl import GNLObjective, mixture
 from fastgnl import objective as objective_module
+from fastgnl.config import GNLConfig
 from fastgnl.errors import InputError
 from fastgnl.kernels import candidates, philox
 from fastgnl.kernels.terms import log_denominator, row_terms
 from fastgnl.mixture import noise_probability
-from fastgnl.objective import GNLConfig
 
 
 def step(objective, b, **options):

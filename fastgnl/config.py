@@ -1,0 +1,92 @@
+"""``GNLConfig``: every option of the method."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fastgnl.errors import check, check_choice, check_count, check_range, check_seed
+from fastgnl.kernels.backends import Backend
+from fastgnl.kernels.candidates import Coverage, PriorForm
+from fastgnl.kernels.terms import Direction, EStep, PriorKL
+
+Denominator = Literal["batch", "window", "dataset"]
+Uncertainty = Literal["mixture", "random", "none"]
+LossSource = Literal["online", "eval"]
+TableDtype = Literal["float32", "float16", "bfloat16"]
+TERMS = ("ce", "prior", "estep")
+
+
+@dataclass(frozen=True)
+class GNLConfig:
+    """Every option of the method, checked when made."""
+
+    num_samples: int
+    """N: sample ids are 0 to N - 1."""
+    num_classes: int
+    """C."""
+    direction: Direction = "y->x"
+    """Which way data are generated, y->x or x->y; changes the E-step only."""
+    denominator: Denominator = "batch"
+    """Where D_j comes from: the global batch, it and a window of batches, or the whole data set."""
+    window: int = 4
+    """Batches in the sum with denominator="window", the live one included."""
+    prior_kl: PriorKL = "reverse"
+    """KL(r || q), KL(q || r), or the cross-entropy of p."""
+    estep: EStep = "normalised"
+    """The E-step's target normalised, or as the paper prints it."""
+    terms: tuple[str, ...] = TERMS
+    """Which of ce, prior, estep make up the loss."""
+    beta: float = 0.9
+    """Decay of the moving average M; 0 keeps the last q only."""
+    tau: float = 0.5
+    """Temperature of the coverage draw: c ~ M^(1/tau)."""
+    k_max: int | Literal["auto"] | None = "auto"
+    """Cap on the random candidates: None is the paper's rule, "auto" is it up to 100 classes and 20 beyond."""
+    warmup_epochs: int = 10
+    """Epochs before w is estimated."""
+    coverage: Coverage = "sample"
+    """The coverage label: drawn from M, its argmax, or left out."""
+    uncertainty: Uncertainty = "mixture"
+    """w from the losses, at random, or no random candidates at all."""
+    prior_form: PriorForm = "set"
+    """p uniform on the set, or the paper's sum in which a label named twice weighs double."""
+    loss_source: LossSource = "online"
+    """w from the losses seen while training, or from those given to end_epoch."""
+    table_dtype: TableDtype = "float32"
+    """How M is stored. A step rounds to the nearest: the average stops moving once within 4% (bfloat16) or 0.5%
+    (float16) of where it is going."""
+    backend: Backend = "auto"
+    """What computes a step: Triton on a GPU, native code on a CPU, plain PyTorch; "auto" takes the fastest there is."""
+    seed: int = 0
+    """Key of every random draw."""
+
+    def __post_init__(self) -> None:
+        check_count("num_samples", self.num_samples, 1)
+        check_count("num_classes", self.num_classes, 2)
+        check_choice("direction", self.direction, get_args(Direction))
+        check_choice("denominator", self.denominator, get_args(Denominator))
+        check_count("window", self.window, 1)
+        check_choice("prior_kl", self.prior_kl, get_args(PriorKL))
+        check_choice("estep", self.estep, get_args(EStep))
+        check(len(self.terms) > 0, f"terms is empty, wanted at least one of {', '.join(TERMS)}")
+        for term in self.terms:
+            check_choice("terms", term, TERMS)
+        check_range("beta", self.beta, 0, 1)
+        # 1/tau beyond 8 would underflow float32 at 21,841 classes.
+        check_range("tau", self.tau, 0.125, 100)
+        if self.k_max not in ("auto", None):
+            check_count("k_max", self.k_max, 0)  # type: ignore[arg-type]
+        check_count("warmup_epochs", self.warmup_epochs, 0)
+        check_choice("coverage", self.coverage, get_args(Coverage))
+        check_choice("uncertainty", self.uncertainty, get_args(Uncertainty))
+        check_choice("prior_form", self.prior_form, get_args(PriorForm))
+        check_choice("loss_source", self.loss_source, get_args(LossSource))
+        check_choice("table_dtype", self.table_dtype, get_args(TableDtype))
+        check_choice("backend", self.backend, get_args(Backend))
+        check_seed(self.seed)
+
+    @property
+    def candidate_cap(self) -> int | None:
+        """k_max with "auto" settled."""
+        if self.k_max == "auto":
+            return 20 if self.num_classes > 100 else None
+        return self.k_max
