@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from common import data_folder, show
+from common import show
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
@@ -21,6 +21,8 @@ from fastgnl.cli import run_worker
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.digits import noisy_digits
 from fastgnl.errors import check_count
+from fastgnl.loader import Loader
+from fastgnl.named import features, named
 from fastgnl.networks import MLP
 from fastgnl.noise import asymmetric, instance_dependent, symmetric
 from fastgnl.samples import Samples
@@ -68,32 +70,20 @@ def digits(seed: int) -> Arrays:
     return Arrays(x, d.train_given.numpy(), d.train_clean.numpy(), test_x, d.test_y.numpy())
 
 
-def newsgroups(seed: int, noise: Callable[[np.ndarray, np.ndarray, int], np.ndarray]) -> Arrays:
-    with np.load(data_folder() / "newsgroups20" / "embeddings.npz") as file:
-        x, test_x = (file[name].astype(np.float32) for name in ("train_x", "test_x"))
-        y, test_y = (file[name].astype(np.int64) for name in ("train_y", "test_y"))
-    return Arrays(x, noise(StandardScaler().fit_transform(x), y, seed), y, test_x, test_y)
-
-
-def cifar10n(seed: int, labels: str) -> Arrays:
-    folder = data_folder() / "cifar10"
-    with (
-        np.load(folder / "embeddings.npz") as file,
-        np.load(folder / "train_labels.npz") as train_labels,
-        np.load(folder / "test_labels.npz") as test_labels,
-    ):
-        x, test_x = (file[name].astype(np.float32) for name in ("train_x", "test_x"))
-        given, clean, test_y = train_labels[labels], train_labels["clean"], test_labels["clean"]
-    return Arrays(x, given.astype(np.int64), clean.astype(np.int64), test_x, test_y.astype(np.int64))
+def embeddings(name: str, noise: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None) -> Arrays:
+    data = named(name)
+    x, clean = features(data.train), data.train.clean
+    given = data.train.labels if noise is None else noise(StandardScaler().fit_transform(x), clean)
+    return Arrays(x, given, clean, features(data.test), data.test.labels)
 
 
 LOADERS: dict[str, Callable[[int], Arrays]] = {
     "digits": digits,
-    "newsgroups20": lambda seed: newsgroups(seed, lambda x, y, s: instance_dependent(x, y, 0.4, s).labels),
-    "newsgroups20-sn": lambda seed: newsgroups(seed, lambda x, y, s: symmetric(y, 0.4, s).labels),
-    "newsgroups20-asn": lambda seed: newsgroups(seed, lambda x, y, s: asymmetric(y, 0.4, s).labels),
-    "cifar10n-worst": lambda seed: cifar10n(seed, "human_worst"),
-    "cifar10n-aggregate": lambda seed: cifar10n(seed, "human_aggregate"),
+    "newsgroups20": lambda seed: embeddings("newsgroups20", lambda x, y: instance_dependent(x, y, 0.4, seed).labels),
+    "newsgroups20-sn": lambda seed: embeddings("newsgroups20", lambda x, y: symmetric(y, 0.4, seed).labels),
+    "newsgroups20-asn": lambda seed: embeddings("newsgroups20", lambda x, y: asymmetric(y, 0.4, seed).labels),
+    "cifar10n-worst": lambda seed: embeddings("cifar10n-worst-embeddings"),
+    "cifar10n-aggregate": lambda seed: embeddings("cifar10n-aggregate-embeddings"),
 }
 
 
@@ -103,7 +93,7 @@ def cross_entropy(d: Arrays, epochs: int, seed: int) -> float:
     x, test_x = (torch.from_numpy(scaler.transform(rows).astype(np.float32)) for rows in (d.x, d.test_x))
     torch.manual_seed(seed)
     net = with_transition(MLP(x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
-    train(net, CrossEntropy(), Samples(x, torch.from_numpy(d.given)), TrainConfig(epochs, seed=seed))
+    train(net, CrossEntropy(), Loader(Samples(x, torch.from_numpy(d.given)), seed=seed), TrainConfig(epochs))
     return accuracy(net, Samples(test_x, torch.from_numpy(d.test_y)))
 
 

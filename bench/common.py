@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 
-from fastgnl.errors import InputError
 from fastgnl.files import written
 from fastgnl.report import text_table
-
-
-def data_folder() -> Path:
-    """The folder ``FASTGNL_DATA`` names, with the real data sets."""
-    folder = os.environ.get("FASTGNL_DATA")
-    if not folder or not Path(folder).is_dir():
-        raise InputError(f"FASTGNL_DATA is {folder!r}, wanted the folder that holds newsgroups20/ and cifar10/")
-    return Path(folder)
 
 
 def show(rows: list[dict[str, Any]], json_file: Path | None) -> None:

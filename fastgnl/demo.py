@@ -18,6 +18,7 @@ from fastgnl.digits import Digits, noisy_digits
 from fastgnl.distributed import is_distributed, process_group, rank, synchronise_batch_norm, world_size
 from fastgnl.errors import check_count, check_range, check_seed
 from fastgnl.files import check_writable
+from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
 from fastgnl.networks import SmallCNN
 from fastgnl.noise import class_matrix
@@ -90,8 +91,8 @@ def run_method(method: str, digits: Digits, config: DemoConfig) -> Result:
         history = train(
             net,
             objective,
-            samples,
-            TrainConfig(epochs=config.epochs, seed=config.seed),
+            Loader(samples, seed=config.seed),
+            TrainConfig(epochs=config.epochs),
             Samples(digits.test_x, digits.test_y),
             progress.on_batch,
             progress.on_epoch,

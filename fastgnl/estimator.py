@@ -17,6 +17,7 @@ from torch import nn
 from fastgnl.config import Denominator
 from fastgnl.errors import check, check_choice, check_count, check_range
 from fastgnl.kernels.terms import Direction, PriorKL
+from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
 from fastgnl.networks import MLP
 from fastgnl.objective import GNLObjective
@@ -155,12 +156,12 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         both = backbones if self.networks == 2 else backbones[0]
         return with_transition(both, features.shape[1], num_classes, seed=seed)  # type: ignore[arg-type]
 
-    def _schedule(self, num_samples: int, seed: int) -> tuple[TrainConfig, int]:
+    def _schedule(self, num_samples: int) -> tuple[TrainConfig, int]:
         """How to train, and the epochs of warm-up."""
         check_count("batch_size", self.batch_size, 3)  # BatchNorm wants two rows, and batches may be one row shorter
         steps = -(-num_samples // self.batch_size)
         epochs = min(MOST_EPOCHS, max(20, -(-LEAST_STEPS // steps))) if self.epochs == "auto" else self.epochs
-        config = TrainConfig(epochs, self.batch_size, self.lr, weight_decay=self.weight_decay, seed=seed)  # type: ignore[arg-type]
+        config = TrainConfig(epochs, self.lr, weight_decay=self.weight_decay)  # type: ignore[arg-type]
         warmup = max(1, min(10, config.epochs // 4)) if self.warmup_epochs == "auto" else self.warmup_epochs
         return config, warmup  # type: ignore[return-value]
 
@@ -177,7 +178,7 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         )
         check_choice("networks", self.networks, (1, 2))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        config, warmup = self._schedule(N, seed)
+        config, warmup = self._schedule(N)
         objective = (GNLPair if self.networks == 2 else GNLObjective)(
             N,
             C,
@@ -195,7 +196,8 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         with torch.random.fork_rng(devices=[]), Progress("GNL", N, config.epochs, self.verbose) as progress:
             torch.manual_seed(seed)
             net = self._net(samples, C, seed)
-            history = train(net, objective, samples, config, test, progress.on_batch, progress.on_epoch)
+            loader = Loader(samples, self.batch_size, seed)
+            history = train(net, objective, loader, config, test, progress.on_batch, progress.on_epoch)
         losses = eval_losses(net, samples)
         self.classes_, self.scaler_, self.net_ = classes, scaler, net
         self.history_: list[Epoch] = history

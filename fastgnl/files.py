@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fastgnl.errors import InputError, check
 
@@ -30,13 +30,13 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[IO[str]]:
-    """A text file under a temporary name beside ``path``, renamed to it when the block ends well."""
+def written(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
+    """A file under a temporary name beside ``path``, renamed to it when the block ends well."""
     check_writable(path)
     target = path.resolve()
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+        with open(descriptor, "wb") if binary else open(descriptor, "w", encoding="utf-8", newline="") as file:
             yield file
         os.chmod(temporary, _permissions(target))
         os.replace(temporary, target)

@@ -1,5 +1,6 @@
 """Label noise with a known transition (METHOD section 9). A seed fixes all of it."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,28 @@ from fastgnl.errors import check, check_count, check_range, check_seed
 
 FLIP_SPREAD = 0.1
 """Standard deviation of the instance-dependent flip rates."""
+CHUNK = 4096
+"""Samples whose inputs are in memory at a time."""
+
+CIFAR10_PAIRS = {9: 1, 2: 0, 4: 7, 3: 5, 5: 3}
+"""The usual asymmetric noise of CIFAR-10: truck to automobile, bird to airplane, deer to horse, cat and dog."""
+CIFAR100_COARSE = (
+    "4 1 14 8 0 6 7 7 18 3 3 14 9 18 7 11 3 9 7 11 6 11 5 10 7 "
+    "6 13 15 3 15 0 11 1 10 12 14 16 9 11 5 5 19 8 8 15 13 14 17 18 10 "
+    "16 4 17 4 2 0 17 4 18 17 10 3 2 12 12 16 12 1 9 19 2 10 0 1 16 "
+    "12 9 13 15 13 16 19 2 4 6 19 5 5 8 19 18 1 2 15 6 0 17 8 14 13"
+)
+"""The superclass of each of CIFAR-100's classes."""
+
+
+def cifar100_pairs() -> dict[int, int]:
+    """The usual asymmetric noise of CIFAR-100: to the next class of the same superclass, the last to the first."""
+    coarse = np.array(CIFAR100_COARSE.split(), int)
+    pairs: dict[int, int] = {}
+    for group in range(20):
+        members = np.flatnonzero(coarse == group)
+        pairs |= dict(zip(members.tolist(), np.roll(members, -1).tolist(), strict=True))
+    return pairs
 
 
 class Noise(NamedTuple):
@@ -84,23 +107,43 @@ def instance_dependent(
     with np.errstate(over="ignore"):
         inputs = inputs.astype(np.float32, copy=False)
     check(bool(np.isfinite(inputs).all()), "x holds NaN or what is infinite in float32, wanted finite features")
-    rates_seed, labels_seed, *class_seeds = np.random.SeedSequence(seed).spawn(2 + C)
-    if rate == 0:
-        rho = np.zeros(len(clean))
-    else:
+    transition = np.empty((len(clean), C))
+    labels_N = np.empty_like(clean)
+    for rows, P, noisy in instance_dependent_rows(lambda rows: inputs[rows], inputs.shape[1], clean, C, rate, seed):
+        transition[rows], labels_N[rows] = P, noisy
+    return Noise(labels_N, transition)
+
+
+def instance_dependent_rows(
+    read: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    num_features: int,
+    clean: NDArray[np.int64],
+    num_classes: int,
+    rate: float,
+    seed: int,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]]:
+    """The same, class by class and a few thousand samples at a time: (rows, their P, their noisy labels).
+
+    ``read(rows)`` gives their inputs, [rows, features]: neither inputs nor P need fit in memory.
+    """
+    rates_seed, labels_seed, *class_seeds = np.random.SeedSequence(seed).spawn(2 + num_classes)
+    rho = np.zeros(len(clean))
+    if rate > 0:
         low, high = (0 - rate) / FLIP_SPREAD, (1 - rate) / FLIP_SPREAD
         u = np.random.default_rng(rates_seed).random(len(clean))
         rho = truncnorm.ppf(u, low, high, loc=rate, scale=FLIP_SPREAD)
-    transition = np.empty((len(clean), C))
+    u = np.random.default_rng(labels_seed).random(len(clean))
     for c in np.unique(clean):
-        rows = np.flatnonzero(clean == c)
-        W = np.random.default_rng(class_seeds[c]).standard_normal((inputs.shape[1], C), dtype=np.float32)
-        a = (inputs[rows] @ W).astype(np.float64)
-        a[:, c] = -np.inf
-        a = np.exp(a - a.max(1, keepdims=True))
-        transition[rows] = rho[rows, None] * a / a.sum(1, keepdims=True)
-        transition[rows, c] = 1 - rho[rows]
-    return Noise(_draw(transition, np.random.default_rng(labels_seed).random(len(clean))), transition)
+        W = np.random.default_rng(class_seeds[c]).standard_normal((num_features, num_classes), dtype=np.float32)
+        of_class = np.flatnonzero(clean == c)
+        for start in range(0, len(of_class), CHUNK):
+            rows = of_class[start : start + CHUNK]
+            a = (read(rows) @ W).astype(np.float64)
+            a[:, c] = -np.inf
+            a = np.exp(a - a.max(1, keepdims=True))
+            P = rho[rows, None] * a / a.sum(1, keepdims=True)
+            P[:, c] = 1 - rho[rows]
+            yield rows, P, _draw(P, u[rows])
 
 
 def class_matrix(transition: NDArray[np.float64], clean: ArrayLike, num_classes: int) -> NDArray[np.float64]:

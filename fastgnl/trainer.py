@@ -1,8 +1,8 @@
-"""The training loop: a network, an objective, samples. The same for one process and for torchrun's workers."""
+"""The training loop: a network, an objective, a loader. The same for one process and for torchrun's workers."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastgnl.distributed import is_distributed, rank, sum_over_ranks, world_size
-from fastgnl.errors import check, check_count, check_range, check_seed
+from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
+from fastgnl.errors import check, check_count, check_range
+from fastgnl.loader import Batch, Loader, Source, once
 from fastgnl.objective import Terms
-from fastgnl.samples import Samples, epoch_order, rank_part, slices
 from fastgnl.transition import PairNet, TransitionNet
 
 
@@ -22,24 +22,18 @@ class TrainConfig:
     """How to optimise. The defaults are the paper's for small images."""
 
     epochs: int = 40
-    batch_size: int = 128
-    """Rows of the global batch, over all ranks, at most."""
     lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 5e-4
     decay_at: float = 2 / 3
     """The learning rate drops to a tenth after this share of the epochs."""
-    seed: int = 0
-    """Key of the order of the samples."""
 
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs, 1)
-        check_count("batch_size", self.batch_size, 1)
         check_range("lr", self.lr, 0, 100)
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0, 1)
         check_range("decay_at", self.decay_at, 0, 1)
-        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,8 @@ class Epoch:
     number: int
     seconds: float
     """Of training, the refit of w included, evaluation not."""
+    wait: float
+    """The share of them that this rank waited for data."""
     loss: float
     ce: float
     prior: float
@@ -98,12 +94,29 @@ class CrossEntropy(nn.Module):
         pass
 
 
+class _Waited:
+    """An iterator that counts the seconds spent waiting for its next item."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self.batches = batches
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            start = time.perf_counter()
+            batch = next(self.batches, None)
+            self.seconds += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+
 def train(
     net: TransitionNet | PairNet,
     objective: Objective,
-    samples: Samples,
+    loader: Loader,
     config: TrainConfig,
-    test: Samples | None = None,
+    test: Source | None = None,
     on_batch: Callable[[int], None] | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> list[Epoch]:
@@ -119,21 +132,22 @@ def train(
         net.train()
         start = time.perf_counter()
         tally = _Tally()
-        for batch in epoch_order(len(samples), config.batch_size, config.seed, number):
-            index = rank_part(batch)
-            clean = None if samples.clean is None else samples.clean[index]
-            z, t = model(samples.rows(index), index)
-            terms = objective(z, t, samples.labels[index], index, clean)
+        batches = _Waited(loader.epoch(number))
+        for batch in batches:
+            z, t = model(batch.x, batch.index)
+            clean = None if batch.clean is None else batch.clean.clamp(min=0)
+            terms = objective(z, t, batch.labels, batch.index, clean)
             optimizer.zero_grad()
             terms.loss.backward()
             optimizer.step()
-            tally.add(terms, len(batch), samples.labels[index], clean)
+            tally.add(terms, batch)
             if on_batch:
-                on_batch(len(batch))
-        objective.end_epoch(eval_losses(net, samples) if objective.wants_losses else None)
+                on_batch(batch.global_rows)
+        objective.end_epoch(eval_losses(net, loader.source) if objective.wants_losses else None)
         schedule.step()
         seconds = time.perf_counter() - start
-        history.append(tally.epoch(number, seconds, None if test is None else accuracy(net, test)))
+        test_accuracy = None if test is None else accuracy(net, test)
+        history.append(tally.epoch(number, seconds, batches.seconds / seconds, test_accuracy))
         check(
             math.isfinite(history[-1].loss),
             f"the loss became {history[-1].loss} in epoch {number + 1}, wanted a finite one: lower lr (it is "
@@ -151,38 +165,33 @@ class _Tally:
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
 
-    def add(self, terms: Terms, global_rows: int, labels: Tensor, clean: Tensor | None) -> None:
+    def add(self, terms: Terms, batch: Batch) -> None:
         size = terms.set_size.to(torch.float64)
         # terms.loss is weighted for DDP's average over ranks, the three terms are means over this rank's rows.
-        rows = size.new_tensor([global_rows / world_size(), len(size), len(size), len(size)])
+        rows = size.new_tensor([batch.global_rows / world_size(), len(size), len(size), len(size)])
         means = torch.cat([terms.loss.detach()[None], terms.means[:3]]).double() * rows
-        if clean is None or terms.covered is None:
-            known = means.new_full((5,), float("nan"))
+        if batch.clean is None or terms.covered is None:
+            known = means.new_zeros(5)
         else:
-            right = (labels == clean).double()
-            known = torch.stack(
-                [
-                    terms.covered.double().sum(),
-                    (size * right).sum(),
-                    right.sum(),
-                    (size * (1 - right)).sum(),
-                    (1 - right).sum(),
-                ]
-            )
+            right = (batch.labels == batch.clean).double()
+            wrong = (batch.clean >= 0).double() - right
+            covered = terms.covered * (right + wrong)
+            known = torch.stack([covered.sum(), (size * right).sum(), right.sum(), (size * wrong).sum(), wrong.sum()])
         self.rows.append(torch.cat([means.new_full((1,), len(size)), means, known]))
 
-    def epoch(self, number: int, seconds: float, test_accuracy: float | None) -> Epoch:
+    def epoch(self, number: int, seconds: float, wait: float, test_accuracy: float | None) -> Epoch:
         rows, loss, ce, prior, estep, covered, clean_size, clean, noisy_size, noisy = sum_over_ranks(
             torch.stack(self.rows).sum(0)
         ).tolist()
         return Epoch(
             number,
             seconds,
+            wait,
             loss / rows,
             ce / rows,
             prior / rows,
             estep / rows,
-            covered / rows,
+            covered / (clean + noisy) if clean + noisy else float("nan"),
             clean_size / clean if clean else float("nan"),
             noisy_size / noisy if noisy else float("nan"),
             test_accuracy,
@@ -190,31 +199,35 @@ class _Tally:
 
 
 @torch.no_grad()
-def predict_proba(net: TransitionNet | PairNet, samples: Samples) -> Tensor:
-    """q of every sample in eval mode, [N, C]; the ranks share the work."""
+def predict_proba(net: TransitionNet | PairNet, samples: Source) -> Tensor:
+    """q of every sample in eval mode, by sample id, [N, C]; the ranks share the work."""
     net.eval()
-    parts = list(slices(len(samples)))
-    q_NC = torch.zeros(len(samples), net.num_classes, dtype=next(net.parameters()).dtype)
-    for part in parts[rank() :: world_size()]:
-        q_NC[part] = net.predict_proba(samples.rows(part)).cpu()
+    q_NC = torch.zeros(len(samples.labels), net.num_classes, dtype=next(net.parameters()).dtype)
+    for batch in once(samples):
+        q_NC[batch.index] = net.predict_proba(batch.x).cpu()
     return sum_over_ranks(q_NC)
 
 
-def accuracy(net: TransitionNet | PairNet, samples: Samples) -> float:
-    """Share of the samples whose label is the argmax of q."""
-    return float((predict_proba(net, samples).argmax(1) == samples.labels).double().mean())
+@torch.no_grad()
+def accuracy(net: TransitionNet | PairNet, samples: Source) -> float:
+    """Share of the samples whose label is the argmax of q; the ranks share the work."""
+    net.eval()
+    right = torch.zeros(1, dtype=torch.float64)
+    for batch in once(samples):
+        right += (net.predict_proba(batch.x).argmax(1).cpu() == batch.labels).sum()
+    return float(sum_over_ranks(right)) / len(samples.labels)
 
 
 @torch.no_grad()
-def eval_losses(net: TransitionNet | PairNet, samples: Samples) -> Tensor:
-    """-log q_i[y_i] of every sample in eval mode, [N], or [2, N] of two networks."""
+def eval_losses(net: TransitionNet | PairNet, samples: Source) -> Tensor:
+    """-log q_i[y_i] of every sample in eval mode, by sample id, [N], or [2, N] of two networks."""
     net.eval()
     count = 2 if isinstance(net, PairNet) else 1
-    losses = torch.zeros(count, len(samples))
-    for part in list(slices(len(samples)))[rank() :: world_size()]:
-        z, _ = net(samples.rows(part))
+    losses = torch.zeros(count, len(samples.labels))
+    for batch in once(samples):
+        z, _ = net(batch.x)
         l = torch.log_softmax(z, -1).view(count, -1, net.num_classes)
-        given = samples.labels[part].expand(count, -1)[..., None]
-        losses[:, part] = -l.gather(-1, given).squeeze(-1).float().cpu()
+        given = batch.labels.expand(count, -1)[..., None]
+        losses[:, batch.index] = -l.gather(-1, given).squeeze(-1).float().cpu()
     losses = sum_over_ranks(losses)
     return losses if isinstance(net, PairNet) else losses[0]

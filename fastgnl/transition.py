@@ -6,12 +6,14 @@ Axes: B rows, F features, C classes, K draws.
 from collections.abc import Iterator
 from typing import Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastgnl.distributed import sum_over_ranks
 from fastgnl.errors import check, check_choice, check_count, check_seed
 from fastgnl.kernels import philox
-from fastgnl.samples import Samples, slices
+from fastgnl.loader import Source, once
 
 TransitionInput = Literal["logits", "sample", "none"]
 DOUBT = 0.1
@@ -151,20 +153,22 @@ def with_transition(
 
 
 @torch.no_grad()
-def class_transition(net: TransitionNet | PairNet, samples: Samples) -> Tensor:
-    """The class-level matrix [C, C]: mean of T(x)[a] over the samples predicted as a.
+def class_transition(net: TransitionNet | PairNet, samples: Source) -> Tensor:
+    """The class-level matrix [C, C]: mean of T(x)[a] over the samples predicted as a; the ranks share the work.
 
     A class that no sample is predicted as takes the mean over the first thousand samples."""
     net.eval()
     C = net.num_classes
     total_CC = torch.zeros(C, C, dtype=torch.float64)
     count_C = torch.zeros(C, dtype=torch.float64)
-    for part in slices(len(samples)):
-        x = samples.rows(part)
-        a_B = net.predict_proba(x).argmax(1)
-        total_CC.index_add_(0, a_B.cpu(), net.transition(x, a_B).double().cpu())
+    for batch in once(samples):
+        a_B = net.predict_proba(batch.x).argmax(1)
+        total_CC.index_add_(0, a_B.cpu(), net.transition(batch.x, a_B).double().cpu())
         count_C += torch.bincount(a_B.cpu(), minlength=C)
-    x = samples.rows(slice(0, 1000))
-    for a in (count_C == 0).nonzero().flatten():
-        total_CC[a] = net.transition(x, a.expand(len(x)).to(x.device)).double().mean(0).cpu()
+    total_CC, count_C = sum_over_ranks(total_CC), sum_over_ranks(count_C)
+    absent = (count_C == 0).nonzero().flatten()
+    if len(absent):
+        x = next(samples.load([np.arange(min(1000, len(samples.labels)))]))
+        for a in absent:
+            total_CC[a] = net.transition(x, a.expand(len(x)).to(x.device)).double().mean(0).cpu()
     return total_CC / count_C.clamp(min=1)[:, None]

@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.distributed import is_distributed, process_group, rank, sum_over_ranks, synchronise_batch_norm
-from fastgnl.samples import Samples, rank_part
+from fastgnl.distributed import (
+    is_distributed,
+    process_group,
+    rank,
+    sum_over_ranks,
+    synchronise_batch_norm,
+    world_size,
+)
+from fastgnl.loader import Loader
+from fastgnl.samples import Samples
 from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
 
 N, F, C = 91, 7, 4
@@ -38,7 +46,7 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
         terms = {"terms": ("prior",)} if case == "prior only" else {"denominator": case}
         objective = GNLObjective(N, C, **terms, **options, backend="cpu" if fused else "reference").to(dtype)
     samples = Samples(x, labels, labels.roll(1))
-    history = train(net, objective, samples, TrainConfig(epochs=6, batch_size=31, lr=0.1, seed=2), samples)
+    history = train(net, objective, Loader(samples, 31, seed=2), TrainConfig(epochs=6, lr=0.1), samples)
     return {
         "history": torch.tensor(
             [
@@ -62,7 +70,7 @@ def batch_norm(mean: float, std: float, dtype: torch.dtype) -> dict[str, torch.T
     norm = nn.Sequential(nn.BatchNorm2d(3, affine=dtype is torch.float32))
     if is_distributed():
         synchronise_batch_norm(norm)
-    part = rank_part(torch.arange(31))
+    part = torch.arange(31).tensor_split(world_size())[rank()]
     mine = x[part].requires_grad_()
     y = norm(mine)
     (y.float() * target[part].float()).sum().backward()

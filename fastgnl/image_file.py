@@ -1,0 +1,115 @@
+"""Images in a ``.beton`` file as a source of batches, by FFCV or the built-in reader."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgnl.augment import Augment, Windows
+from fastgnl.beton import Beton
+from fastgnl.builtin_reader import BuiltinReader
+from fastgnl.errors import check, check_choice, check_count, check_seed
+from fastgnl.formats.listing import UNKNOWN, check_labels
+from fastgnl.torch_threads import torch_threads_kept
+
+READERS = ("auto", "ffcv", "builtin")
+
+
+class Reader(Protocol):
+    """What delivers the images of a file: FFCV or the built-in one."""
+
+    def read(self, batches: Sequence[NDArray[np.int64]], windows: Windows) -> Iterator[Tensor]: ...
+
+
+@cache
+def ffcv_problem() -> str | None:
+    """Why FFCV cannot be used here, or None."""
+    if find_spec("ffcv") is None:
+        return "FFCV is not installed"
+    try:
+        with torch_threads_kept():
+            import fastgnl.ffcv_reader  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"FFCV cannot be imported ({error})"
+    return None
+
+
+@cache
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class ImageFile:
+    """The images of a ``.beton`` file."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        augment: Augment | None = None,
+        seed: int = 0,
+        labels: NDArray[np.int64] | None = None,
+        reader: Literal["auto", "ffcv", "builtin"] = "auto",
+        workers: int | None = None,
+        os_cache: bool = True,
+    ) -> None:
+        """``seed``: key of the augmentation. ``labels``: by sample id, in place of those in the file. ``workers``:
+        threads that decode, torch's number by default. ``os_cache=False``: FFCV keeps only the pages in use in memory,
+        with ``Loader(order="quasi-random")`` for files larger than memory."""
+        check_choice("reader", reader, READERS)
+        check_seed(seed)
+        self.beton = Beton(Path(path))
+        check(
+            self.beton.kind == "image",
+            f"{path} holds {self.beton.kind}, wanted images",
+        )
+        self.augment, self.seed = augment or Augment(), seed
+        workers = torch.get_num_threads() if workers is None else workers
+        check_count("workers", workers, 1)
+        self.ids = torch.from_numpy(self.beton.ids.copy())
+        clean = torch.from_numpy(self.beton.clean.copy())
+        self.clean = clean if bool((clean != UNKNOWN).any()) else None
+        self.labels = torch.from_numpy(self.beton.labels.copy()) if labels is None else self._given(labels)
+        self.num_classes = len(self.beton.classes)
+        self.pages = self.beton.pages
+        image = self.beton.records["f0"]
+        self.heights, self.widths = image["height"], image["width"]
+        self.output = self.augment.output(self.heights, self.widths)
+        problem = ffcv_problem() if reader != "builtin" else None
+        check(problem is None or reader == "auto", f"reader is 'ffcv' but {problem}, wanted 'auto' or 'builtin'")
+        if problem:
+            _notice(f"{problem}: the built-in loader reads the images (fastgnl doctor says how to install it)")
+        self.reader_name = "builtin" if reader == "builtin" or problem else "ffcv"
+        self.reader: Reader
+        if self.reader_name == "ffcv":
+            from fastgnl.ffcv_reader import FFCVReader
+
+            self.reader = FFCVReader(self.beton, self.augment, self.output, workers, os_cache)
+        else:
+            self.reader = BuiltinReader(self.beton, self.augment, self.output, workers)
+
+    def __len__(self) -> int:
+        return len(self.beton)
+
+    def _given(self, labels: NDArray[np.int64]) -> Tensor:
+        given = np.asarray(labels)
+        check(
+            given.shape == (len(self.beton),),
+            f"labels has shape {given.shape} for {self.beton.path}, wanted ({len(self.beton)},)",
+        )
+        by_row = given[self.beton.ids].astype(np.int64)
+        check_labels(str(self.beton.path), by_row, len(self.beton.classes), self.beton.names)
+        return torch.from_numpy(by_row)
+
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
+        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one."""
+        if not batches:
+            return iter(())
+        windows = self.augment.windows(self.beton.ids.copy(), self.heights, self.widths, self.output, self.seed, epoch)
+        return self.reader.read(batches, windows)

@@ -1,0 +1,137 @@
+"""Batches for training, visited in an order keyed by (seed, epoch), and every sample once for evaluation.
+
+A source holds labels and delivers inputs; the order is made here, once for all of them, so that two sources of the same
+data give the same batches in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastgnl import order
+from fastgnl.distributed import rank, world_size
+from fastgnl.errors import check, check_choice, check_count, check_seed
+from fastgnl.formats.listing import UNKNOWN
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows of a global batch. ``x`` may be overwritten once two more batches were asked for."""
+
+    x: Tensor
+    labels: Tensor
+    index: Tensor
+    """The ids of the samples."""
+    clean: Tensor | None
+    """The true labels where known: None, or ``UNKNOWN`` (-1) for single samples."""
+    global_rows: int
+    """Rows of the batch over all ranks."""
+
+
+class Source(Protocol):
+    """Samples by row: in memory (``Samples``), or in a file that FFCV or the built-in reader decodes."""
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def clean(self) -> Tensor | None: ...
+
+    @property
+    def ids(self) -> Tensor:
+        """The sample id of each row: 0 to N - 1 in any order."""
+        ...
+
+    @property
+    def pages(self) -> NDArray[np.int64] | None:
+        """The page of its file that each row lies in."""
+        ...
+
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
+        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Batches of a source for this rank."""
+
+    source: Source
+    batch_size: int = 128
+    """Rows of the global batch, over all ranks, at most."""
+    seed: int = 0
+    """Key of the order, with the epoch."""
+    order: Literal["random", "quasi-random", "balanced"] = "random"
+    """Every sample once in any order; once, page by page of the file (for files larger than memory); or batches with as
+    many rows of each class."""
+    drop_last: bool = False
+    """Full batches only."""
+    batches_per_epoch: int | None = None
+    """How many, for ``order="balanced"``; as many as make up the data when not given."""
+    pages_in_memory: int = 64
+    """How much of the file a quasi-random order draws from at a time."""
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size, 1)
+        check_seed(self.seed)
+        check_choice("order", self.order, ("random", "quasi-random", "balanced"))
+        check_count("pages_in_memory", self.pages_in_memory, 1)
+        if self.batches_per_epoch is not None:
+            check_count("batches_per_epoch", self.batches_per_epoch, 1)
+            check(
+                self.order == "balanced",
+                f"batches_per_epoch is {self.batches_per_epoch} with order={self.order!r}, wanted order='balanced'",
+            )
+        check(
+            self.order != "quasi-random" or self.source.pages is not None,
+            "order is 'quasi-random' for samples in memory, wanted a .beton file",
+        )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        if self.batches_per_epoch is not None:
+            return self.batches_per_epoch
+        return order.num_batches(len(self.source.labels), self.batch_size, self.drop_last)
+
+    def schedule(self, epoch: int) -> NDArray[np.int64]:
+        """The rows of every lane and batch, [lanes, batches]."""
+        labels = self.source.labels
+        if self.order == "balanced":
+            return order.balanced(labels.numpy(), self.batch_size, len(self), self.seed, epoch)
+        windows = None
+        if self.order == "quasi-random":
+            assert self.source.pages is not None
+            windows = order.page_windows(self.source.pages, self.pages_in_memory, self.seed, epoch)
+        return order.shuffled(len(labels), self.batch_size, self.seed, epoch, self.drop_last, windows)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """This rank's part of every batch of an epoch, augmented."""
+        schedule = self.schedule(number)
+        sizes = (schedule >= 0).sum(0).tolist()
+        parts = order.columns(order.rank_lanes(schedule, rank(), world_size()))
+        for rows, size, x in zip(parts, sizes, self.source.load(parts, number), strict=True):
+            yield _batch(self.source, rows, x, size)
+
+
+def _batch(source: Source, rows: NDArray[np.int64], x: Tensor, size: int) -> Batch:
+    index = torch.from_numpy(rows)
+    clean = None if source.clean is None else source.clean[index]
+    return Batch(x, source.labels[index], source.ids[index], clean, size)
+
+
+def once(source: Source) -> Iterator[Batch]:
+    """Every sample exactly once over all ranks, in order, as it is: for evaluation."""
+    count = len(source.labels)
+    parts = [np.arange(part.start, part.stop) for part in order.slices(count)][rank() :: world_size()]
+    for rows, x in zip(parts, source.load(parts), strict=True):
+        yield _batch(source, rows, x, len(rows))
+
+
+def known_clean(source: Source) -> bool:
+    """Whether the true label of every sample is known."""
+    return source.clean is not None and bool((source.clean != UNKNOWN).all())

@@ -1,0 +1,118 @@
+"""Which samples make up which batch of which epoch, and which rank sees them.
+
+An epoch is a schedule [lanes, batches] of sample rows (``SKIP`` where a lane rests). Batch b is column b. A row stays
+in one lane for the whole run and a rank owns a block of lanes, so a rank visits a fixed shard of the samples while the
+global batches are the same for any number of ranks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgnl.errors import check
+
+SKIP = -1
+
+
+def num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Batches of an epoch that visits every sample, or of one that has full batches only."""
+    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
+
+
+def shuffled(
+    num_samples: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    drop_last: bool = False,
+    windows: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]:
+    """Every sample exactly once, in batches whose sizes differ by one at most.
+
+    ``drop_last``: full batches only; what remains is another part in each epoch. ``windows`` [N]: numbers to visit in
+    ascending order."""
+    count = num_batches(num_samples, batch_size, drop_last)
+    check(
+        count > 0, f"drop_last leaves no batch of {batch_size} from {num_samples} samples, wanted a smaller batch_size"
+    )
+    lanes = batch_size if drop_last else -(-num_samples // count)
+    lane = np.arange(num_samples) % lanes
+    keys = [np.random.default_rng([seed, epoch]).random(num_samples), lane]
+    if windows is not None:
+        keys.insert(1, windows)
+    order = np.lexsort(keys)
+    lengths = np.bincount(lane, minlength=lanes)
+    starts = np.concatenate([[0], lengths.cumsum()[:-1]])
+    schedule = np.full((lanes, count), SKIP, np.int64)
+    batch = np.arange(count)
+    short = np.flatnonzero(lengths < count)
+    # A lane with one sample too few rests for one batch; the rests are spread over the epoch.
+    rest = np.full(lanes, count)
+    rest[short] = np.arange(len(short)) * count // max(len(short), 1)
+    place = batch - (batch > rest[:, None])
+    visits = batch != rest[:, None]
+    schedule[visits] = order[(starts[:, None] + place)[visits]]
+    return schedule
+
+
+def page_windows(pages: NDArray[np.int64], in_memory: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Quasi-random reading: pages of the file in random order, ``in_memory`` of them at a time. Each row's window."""
+    found, page = np.unique(pages, return_inverse=True)
+    rank = np.random.default_rng([seed, epoch, 1]).permutation(len(found))
+    return rank[page] // in_memory
+
+
+def balanced(labels: NDArray[np.int64], batch_size: int, count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """``count`` batches in which each class has as many rows as any other, to one.
+
+    Lane v takes class (v + b + shift) mod C at batch b, from its own samples of that class in turn. A lane without that
+    class (it has fewer samples than the batch has rows) takes the next class it has.
+    """
+    classes = np.unique(labels)
+    C = len(classes)
+    check(
+        len(labels) >= batch_size,
+        f"balanced batches of {batch_size} were asked of {len(labels)} samples, wanted as many",
+    )
+    label = np.searchsorted(classes, labels)
+    by_class = np.argsort(label, kind="stable")
+    lane = np.empty(len(labels), np.int64)
+    lane[by_class] = np.arange(len(labels)) % batch_size
+    rng = np.random.default_rng([seed, epoch])
+    order = np.lexsort((rng.random(len(labels)), label, lane))
+    sizes = np.bincount(lane * C + label, minlength=batch_size * C).reshape(batch_size, C)
+    starts = np.concatenate([[0], sizes.ravel().cumsum()[:-1]]).reshape(batch_size, C)
+    has = sizes > 0
+    # The next class that lane v has, counting round from c.
+    step = np.zeros_like(sizes)
+    for _ in range(C - 1):
+        behind = ~np.take_along_axis(has, (np.arange(C) + step) % C, 1)
+        if not behind.any():
+            break
+        step += behind
+    stand_in = (np.arange(C) + step) % C
+    v, b = np.arange(batch_size)[:, None], np.arange(count)[None]
+    wanted = (v + b + int(rng.integers(C))) % C
+    c = stand_in[v, wanted]
+    turn = np.where(c == wanted, b // C, b)
+    return order[starts[v, c] + turn % sizes[v, c]]
+
+
+def rank_lanes(schedule: NDArray[np.int64], rank: int, ranks: int) -> NDArray[np.int64]:
+    """The rows of the schedule that one rank visits: a block of lanes."""
+    part = np.array_split(schedule, ranks)[rank]
+    rows = int((schedule >= 0).sum(0).min())
+    check(
+        len(part) > 0 and bool((part >= 0).any(0).all()),
+        f"a batch of {rows} rows was split over {ranks} ranks, wanted a row for each",
+    )
+    return part
+
+
+def columns(schedule: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The batches of a schedule."""
+    return [column[column >= 0] for column in schedule.T]
+
+
+def slices(num_samples: int, size: int = 1024) -> list[slice]:
+    """0 to N in order, in pieces."""
+    return [slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
