@@ -26,6 +26,7 @@ from fastgnl.named import features, named
 from fastgnl.networks import MLP
 from fastgnl.noise import asymmetric, instance_dependent, symmetric
 from fastgnl.samples import Samples
+from fastgnl.task import digits as digits_task
 from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
 
 Name = Literal[
@@ -101,7 +102,7 @@ def measure(name: str, seed: int, epochs: int | None) -> tuple[float, float, flo
     """(accuracy of CE, accuracy of GNL, AUROC of GNL's noise probabilities)."""
     if name == "digits-cnn":
         config = DemoConfig(seed=seed) if epochs is None else DemoConfig(seed=seed, epochs=epochs)
-        ce, gnl = (run_method(method, noisy_digits(0.4, seed), config) for method in ("ce", "gnl"))
+        ce, gnl = (run_method(method, digits_task(0.4, seed), config) for method in ("ce", "gnl"))
         return ce.accuracy, gnl.accuracy, gnl.auroc
     d = LOADERS[name](seed)
     clf = GNLClassifier(random_state=seed, epochs="auto" if epochs is None else epochs).fit(d.x, d.given)

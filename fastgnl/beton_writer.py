@@ -76,17 +76,25 @@ class BetonWriter:
         self.end = self.start
         try:
             self.file = open(self.part, "r+b" if self.part.exists() else "w+b")  # noqa: SIM115
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{self.part} is being written by another conversion, wanted another target") from error
         except OSError as error:
             raise InputError(f"cannot write {self.part}: {error.strerror}, wanted a folder with room") from error
+        try:
+            # A lock of this process alone: one that forked workers share would outlive it in them.
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise InputError(f"{self.part} is being written by another conversion, wanted another target") from error
         first = json.dumps(plan, sort_keys=True)
         self.resumed = self._read_journal(first)
         if not self.resumed:
             with open(self.journal, "w", encoding="utf-8") as journal:
                 journal.write(first + "\n")
         self.file.truncate(self.end)
+
+    def __enter__(self) -> "BetonWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.file.close()
 
     def _read_journal(self, plan: str) -> bool:
         """Whether there is something to go on with."""
@@ -202,4 +210,3 @@ class BetonWriter:
             raise InputError(f"cannot write {self.part}: {error.strerror}, wanted room on that disk") from error
         os.replace(self.part, self.target)
         self.journal.unlink()
-        self.file.close()

@@ -35,7 +35,7 @@ def run_worker(config: type[Config], main: Callable[[Config], object]) -> None:
 
 @dataclass(frozen=True)
 class Demo(demo.DemoConfig):
-    """Train CE and GNL on digits with wrong labels, then show a table and a page."""
+    """Train CE and GNL on data with wrong labels (digits by default), then show a table and a page."""
 
     workers: int = 2
     """Processes to train with."""
@@ -146,6 +146,7 @@ def run_demo(config: Demo) -> None:
     options = [
         word
         for field in fields(demo.DemoConfig)
+        if getattr(config, field.name) is not None
         for word in (f"--{field.name.replace('_', '-')}", str(getattr(config, field.name)))
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.workers}"]

@@ -4,6 +4,8 @@ import hashlib
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -91,6 +93,17 @@ def _set_work(listing: Listing, storage: Storage) -> None:
     _work = listing, storage
 
 
+def _leave_with_parent(parent: int) -> None:
+    """In a worker: end when the conversion was killed, which a pool's workers would not notice."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _encoded(listing: Listing, storage: Storage, first: int, workers: int) -> Iterator[list[Blob | Skipped]]:
     """Chunk after chunk, from sample ``first`` on."""
     chunks = [range(start, min(start + CHUNK, len(listing))) for start in range(first, len(listing), CHUNK)]
@@ -100,7 +113,8 @@ def _encoded(listing: Listing, storage: Storage, first: int, workers: int) -> It
         yield from map(_encode_chunk, chunks)
         return
     # Workers inherit the listing: what reads a sample need not be picklable.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, fork, _leave_with_parent, (os.getpid(),)) as pool:
         try:
             yield from ahead(pool, _encode_chunk, chunks, 3 * workers)
         except BrokenProcessPool as error:
@@ -121,6 +135,58 @@ def _digest(listing: Listing) -> str:
     return found.hexdigest()
 
 
+def _plan(listing: Listing, storage: Storage) -> dict[str, Any]:
+    """What must be equal for a started conversion to be continued."""
+    return {"listing": _digest(listing), "storage": asdict(storage), "kind": listing.kind}
+
+
+def converted(listing: Listing, target: Path) -> None:
+    """Make sure that ``target`` holds the listing: it is written unless it does already."""
+    if target.exists():
+        try:
+            if Beton(target).info["plan"] == _plan(listing, Storage()):
+                return
+        except InputError:
+            pass  # it is written anew
+    convert(listing, target, described={"format": listing.source})
+
+
+def _write(
+    writer: BetonWriter,
+    listing: Listing,
+    storage: Storage,
+    unreadable: Literal["refuse", "skip"],
+    workers: int,
+    quiet: bool,
+) -> None:
+    """Encode and append what the writer does not hold yet."""
+    if writer.resumed and not quiet:
+        print(f"going on after {writer.done:,} of {len(listing):,} samples", file=sys.stderr)
+    bar = tqdm(
+        total=len(listing),
+        initial=writer.done,
+        desc="converting",
+        unit=" samples",
+        disable=quiet,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 5.0,
+    )
+    with bar:
+        for chunk in _encoded(listing, storage, writer.done, workers):
+            for blob in chunk:
+                check(
+                    unreadable == "skip" or not isinstance(blob, Skipped),
+                    f"{listing.source}: {_said(listing, blob)}, wanted a readable file, or the option "
+                    "--unreadable skip; the same command goes on from here",
+                )
+            writer.append(chunk)
+            bar.update(len(chunk))
+
+
+def _said(listing: Listing, blob: Blob | Skipped) -> str:
+    return f"{listing.names[blob.sample]} cannot be read ({blob.why})" if isinstance(blob, Skipped) else ""
+
+
 def convert(
     listing: Listing,
     target: Path,
@@ -134,45 +200,24 @@ def convert(
     storage = storage or Storage()
     check_choice("unreadable", unreadable, ("refuse", "skip"))
     check(target.suffix == ".beton", f"the target is {target}, wanted a name that ends in .beton")
-    plan = {"listing": _digest(listing), "storage": asdict(storage), "kind": listing.kind}
-    writer = BetonWriter(target, len(listing), plan)
-    if writer.resumed and not quiet:
-        print(f"going on after {writer.done:,} of {len(listing):,} samples", file=sys.stderr)
-    bar = tqdm(
-        total=len(listing),
-        initial=writer.done,
-        desc="converting",
-        unit=" samples",
-        disable=quiet,
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 5.0,
-    )
-    with bar:
-        for chunk in _encoded(listing, storage, writer.done, workers or os.cpu_count() or 1):
-            bad = next((blob for blob in chunk if isinstance(blob, Skipped)), None)
-            check(
-                bad is None or unreadable == "skip",
-                f"{listing.source}: {listing.names[bad.sample] if bad else ''} cannot be read "
-                f"({bad.why if bad else ''}), wanted a readable file, or the option --unreadable skip; "
-                "the same command goes on from here",
-            )
-            writer.append(chunk)
-            bar.update(len(chunk))
-    width = len(listing.read(writer.entries[0].sample)) if listing.kind == "features" and writer.entries else None
-    writer.finish(
-        listing.kind,
-        width,
-        listing.labels,
-        listing.clean,
-        list(listing.names),
-        {
-            "classes": listing.classes,
-            "source": listing.source,
-            "storage": asdict(storage),
-            "skipped": [[listing.names[sample], why] for sample, why in writer.skipped],
-            **(described or {}),
-        },
-    )
+    plan = _plan(listing, storage)
+    with BetonWriter(target, len(listing), plan) as writer:
+        _write(writer, listing, storage, unreadable, workers or os.cpu_count() or 1, quiet)
+        width = len(listing.read(writer.entries[0].sample)) if listing.kind == "features" and writer.entries else None
+        writer.finish(
+            listing.kind,
+            width,
+            listing.labels,
+            listing.clean,
+            list(listing.names),
+            {
+                "classes": listing.classes,
+                "source": listing.source,
+                "plan": plan,
+                "skipped": [[listing.names[sample], why] for sample, why in writer.skipped],
+                **(described or {}),
+            },
+        )
     return Beton(target, verify=False)
 
 

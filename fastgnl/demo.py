@@ -1,4 +1,4 @@
-"""The main job on embedded data: CE against GNL on digits with instance-dependent noise.
+"""The main job: CE against GNL, by default on the embedded digits with instance-dependent noise.
 
 Run by ``torchrun --standalone --nproc-per-node 2 launchers/digits.py`` or ``fastgnl demo``.
 """
@@ -6,7 +6,7 @@ Run by ``torchrun --standalone --nproc-per-node 2 launchers/digits.py`` or ``fas
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from fastgnl import report
-from fastgnl.digits import Digits, noisy_digits
 from fastgnl.distributed import is_distributed, process_group, rank, synchronise_batch_norm, world_size
-from fastgnl.errors import check_count, check_range, check_seed
+from fastgnl.errors import check_choice, check_count, check_range, check_seed
 from fastgnl.files import check_writable
+from fastgnl.formats.listing import UNKNOWN
 from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
-from fastgnl.networks import SmallCNN
-from fastgnl.noise import class_matrix
 from fastgnl.objective import GNLObjective
 from fastgnl.progress import Progress
-from fastgnl.samples import Samples
+from fastgnl.task import NoiseKind, Task, make_task
 from fastgnl.trainer import CrossEntropy, Epoch, Objective, TrainConfig, eval_losses, predict_proba, train
 from fastgnl.transition import class_transition, with_transition
 
@@ -34,10 +32,16 @@ PICTURES = 32
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """CE against GNL on digits with wrong labels."""
+    """CE against GNL on data with wrong labels, the embedded digits by default."""
 
+    data: str = "digits"
+    """A data set by name (digits, web-2000x10, cifar10n-worst, newsgroups20, omniglot242, ...) or a .beton file."""
+    test: Path | None = None
+    """The .beton file to test on, when data is a file."""
+    noise: NoiseKind = "auto"
+    """Noise to add: instance-dependent ("auto") where the given labels are all right, else none."""
     rate: float = 0.4
-    """Mean flip rate of the labels, from 0.01 to 0.9."""
+    """Mean flip rate of added noise, from 0.01 to 0.9."""
     epochs: int = 40
     """Epochs of each method, at least 2."""
     seed: int = 0
@@ -50,6 +54,7 @@ class DemoConfig:
         return self.out / "index.html"
 
     def __post_init__(self) -> None:
+        check_choice("noise", self.noise, get_args(NoiseKind))
         check_range("rate", self.rate, 0.01, 0.9)
         check_count("epochs", self.epochs, 2)
         check_seed(self.seed, bits=32)
@@ -64,7 +69,7 @@ class Result(NamedTuple):
     """Of the training samples."""
     losses: NDArray[np.float32]
     transition: NDArray[np.float64] | None
-    auroc: float
+    auroc: float | None
 
     @property
     def accuracy(self) -> float:
@@ -72,48 +77,60 @@ class Result(NamedTuple):
         return self.history[-1].test_accuracy or 0.0
 
     @property
+    def wait(self) -> float:
+        """Share of the time that training waited for data."""
+        return float(np.median([epoch.wait for epoch in self.history[1:]]))
+
+    @property
     def epoch_seconds(self) -> float:
         return float(np.median([epoch.seconds for epoch in self.history[1:]]))
 
 
-def run_method(method: str, digits: Digits, config: DemoConfig) -> Result:
-    """Train the small CNN with one method."""
-    samples = Samples(digits.train_x, digits.train_given, digits.train_clean)
+def run_method(method: str, task: Task, config: DemoConfig) -> Result:
+    """Train the task's network with one method."""
+    C, N = len(task.classes), len(task.train.labels)
     torch.manual_seed(config.seed)
-    backbone = SmallCNN()
-    net = with_transition(backbone, backbone.num_features, 10, transition_input="logits" if method == "gnl" else "none")
+    backbone: Any = task.backbone()
+    net = with_transition(backbone, backbone.num_features, C, transition_input="logits" if method == "gnl" else "none")
     if is_distributed():
         synchronise_batch_norm(net)
     objective: Objective = CrossEntropy()
     if method == "gnl":
-        objective = GNLObjective(len(samples), 10, warmup_epochs=min(10, config.epochs // 4), seed=config.seed)
-    with Progress(NAMES[method].ljust(13), len(samples), config.epochs, enabled=rank() == 0) as progress:
+        objective = GNLObjective(N, C, warmup_epochs=min(10, config.epochs // 4), seed=config.seed)
+    with Progress(NAMES[method].ljust(13), N, config.epochs, enabled=rank() == 0) as progress:
         history = train(
             net,
             objective,
-            Loader(samples, seed=config.seed),
+            Loader(task.train, seed=config.seed),
             TrainConfig(epochs=config.epochs),
-            Samples(digits.test_x, digits.test_y),
+            task.test,
             progress.on_batch,
             progress.on_epoch,
         )
-    losses = eval_losses(net, samples)
+    losses = eval_losses(net, task.train)
     w = noise_probability(losses)
-    wrong = digits.train_given != digits.train_clean
-    matrix = None
-    if method == "gnl":
-        matrix = class_transition(net, samples).numpy()
     return Result(
         history,
         w.numpy(),
-        predict_proba(net, samples).argmax(1).numpy(),
+        predict_proba(net, task.train).argmax(1).numpy(),
         losses.numpy(),
-        matrix,
-        float(roc_auc_score(wrong, w)),
+        class_transition(net, task.train).numpy() if method == "gnl" else None,
+        detection(task, w.numpy()),
     )
 
 
-HEADER = ("", "test accuracy", "epoch", "time / CE", "AUROC of wrong labels")
+def detection(task: Task, w: NDArray[np.float32]) -> float | None:
+    """AUROC of the noise probabilities against what is truly wrong, where that is known."""
+    if task.train.clean is None:
+        return None
+    known = task.train.clean != UNKNOWN
+    wrong = (task.train.labels != task.train.clean)[known]
+    if wrong.all() or not wrong.any():
+        return None
+    return float(roc_auc_score(wrong, w[task.train.ids[known]]))
+
+
+HEADER = ("", "test accuracy", "epoch", "time / CE", "waited for data", "AUROC of wrong labels")
 
 
 def table_rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
@@ -124,7 +141,8 @@ def table_rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
             f"{100 * result.accuracy:.1f}%",
             f"{1000 * result.epoch_seconds:.0f} ms",
             f"{result.epoch_seconds / results['ce'].epoch_seconds:.2f}",
-            f"{result.auroc:.3f}",
+            f"{result.wait:.1%}",
+            "-" if result.auroc is None else f"{result.auroc:.3f}",
         )
         for method, result in results.items()
     ]
@@ -148,75 +166,99 @@ def _curves(results: dict[str, Result]) -> str:
     return report.svg(figure)
 
 
-def _label_prior(history: list[Epoch]) -> str:
+def _label_prior(history: list[Epoch], num_classes: int) -> str:
     figure, (left, right) = report.axes(2)
     x = [epoch.number + 1 for epoch in history]
     report.line(left, x, [100 * epoch.coverage for epoch in history], report.GNL_COLOUR, "")
     left.set(title="coverage: sets that hold the true label, %", xlabel="epoch")
     report.line(right, x, [epoch.noisy_size for epoch in history], report.CE_COLOUR, "wrong labels")
     report.line(right, x, [epoch.clean_size for epoch in history], report.GNL_COLOUR, "right labels")
-    right.set(title="uncertainty: labels in the set", xlabel="epoch", ylim=(0, 10.5))
+    right.set(title="uncertainty: labels in the set", xlabel="epoch")
+    if num_classes <= 20:
+        right.set_ylim(0, 1.05 * num_classes)
     return report.svg(figure)
 
 
-def _matrices(true: NDArray[np.float64], estimate: NDArray[np.float64]) -> str:
+def _matrices(true: NDArray[np.float64], estimate: NDArray[np.float64], classes: tuple[str, ...]) -> str:
     figure, (left, right) = report.axes(2, 4.2)
-    names = [str(c) for c in range(10)]
+    names = [name[:3] for name in classes] if len(classes) <= 20 else []
     report.heatmap(left, true, "true, %", names)
     report.heatmap(right, estimate, "estimated, %", names)
     return report.svg(figure)
 
 
-def _suspects(digits: Digits, result: Result) -> str:
+def _suspects(task: Task, result: Result) -> str:
+    assert task.picture is not None
     order = np.lexsort((-result.losses, -result.noise_probability))[:PICTURES]
+    rows = np.argsort(task.train.ids.numpy())
     tiles = []
     for i in order:
-        given, true = int(digits.train_given[i]), int(digits.train_clean[i])
-        lines = [f"given {given}", f"suggested {result.predicted[i]}", f"truly {true}"]
-        tiles.append(report.tile(digits.train_x[i, 0].numpy(), lines))
+        given = task.classes[int(task.train.labels[rows[i]])]
+        lines = [f"given {given}", f"suggested {task.classes[result.predicted[i]]}"]
+        if task.train.clean is not None:
+            clean = int(task.train.clean[rows[i]])
+            lines.append("truly of no class" if clean == UNKNOWN else f"truly {task.classes[clean]}")
+        tiles.append(report.tile(task.picture(int(i)), lines))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def write_report(path: Path, digits: Digits, results: dict[str, Result], config: DemoConfig, seconds: float) -> None:
-    """The page: table, curves, coverage and uncertainty, transition matrices, suspicious digits."""
-    gnl, ce = results["gnl"], results["ce"]
-    true = class_matrix(digits.noise.transition, digits.train_clean.numpy(), 10)
-    assert gnl.transition is not None
-    error = float(((gnl.transition - true) ** 2).mean())
-    wrong = float((digits.train_given != digits.train_clean).double().mean())
-    body = "".join(
-        [
-            report.table(HEADER, table_rows(results)),
-            report.section(
-                "Training",
-                "Test accuracy of both methods and the three terms of GNL's loss, epoch by epoch.",
-                _curves(results),
-            ),
+def wrong_share(task: Task) -> float | None:
+    """Share of wrong labels among the samples whose true one is known."""
+    if task.train.clean is None:
+        return None
+    known = task.train.clean != UNKNOWN
+    return float((task.train.labels != task.train.clean)[known].double().mean())
+
+
+def _sections(task: Task, results: dict[str, Result]) -> list[str]:
+    gnl = results["gnl"]
+    found = [
+        report.section(
+            "Training",
+            "Test accuracy of both methods and the three terms of GNL's loss, epoch by epoch.",
+            _curves(results),
+        )
+    ]
+    if task.train.clean is not None:
+        found.append(
             report.section(
                 "The label prior",
                 "Each sample is taught a set of candidate labels. The sets come to hold the true label (coverage) and "
                 "shrink to one label where the given one is right, and stay large where it is wrong (uncertainty).",
-                _label_prior(gnl.history),
-            ),
+                _label_prior(gnl.history, len(task.classes)),
+            )
+        )
+    if task.transition is not None and gnl.transition is not None:
+        error = float(((gnl.transition - task.transition) ** 2).mean())
+        found.append(
             report.section(
                 "How labels went wrong",
                 f"Probability of each given label for each true one. Mean squared error of the estimate: {error:.4f}.",
-                _matrices(true, gnl.transition),
-            ),
+                _matrices(task.transition, gnl.transition, task.classes),
+            )
+        )
+    if task.picture is not None:
+        found.append(
             report.section(
                 "Most suspicious labels",
-                f"The {PICTURES} of {len(digits.train_given):,} training digits whose given label GNL doubts most.",
-                _suspects(digits, gnl),
-            ),
-        ]
-    )
+                f"The {PICTURES} of {len(task.train.labels):,} training images whose given label GNL doubts most.",
+                _suspects(task, gnl),
+            )
+        )
+    return found
+
+
+def write_report(path: Path, task: Task, results: dict[str, Result], config: DemoConfig, seconds: float) -> None:
+    """The page: table, curves, coverage and uncertainty, transition matrices, suspicious images."""
+    gnl, ce, wrong = results["gnl"], results["ce"], wrong_share(task)
+    with_wrong = "With doubtful labels" if wrong is None else f"With {100 * wrong:.0f}% wrong labels"
     report.write_page(
         path,
-        f"With {100 * wrong:.0f}% wrong labels: {100 * ce.accuracy:.1f}% with cross-entropy, "
-        f"{100 * gnl.accuracy:.1f}% with GNL",
-        f"scikit-learn's digits, instance-dependent noise at rate {config.rate:g}, {config.epochs} epochs of a small "
-        f"CNN, accuracy on {len(digits.test_y)} clean test digits after the last epoch.",
-        body,
+        f"{with_wrong}: {100 * ce.accuracy:.1f}% with cross-entropy, {100 * gnl.accuracy:.1f}% with GNL",
+        f"{task.title}, {len(task.train.labels):,} training samples of {len(task.classes)} classes, "
+        f"{config.epochs} epochs of {type(task.backbone()).__name__}, accuracy on {len(task.test.labels):,} test "
+        "samples after the last epoch.",
+        report.table(HEADER, table_rows(results)) + "".join(_sections(task, results)),
         f"fastgnl demo, seed {config.seed}, {world_size()} worker(s), {seconds:.0f} s",
     )
 
@@ -225,11 +267,11 @@ def run(config: DemoConfig) -> dict[str, Result]:
     """Train both methods and, on rank 0, print the table and write the page."""
     check_writable(config.page)
     start = time.perf_counter()
-    digits = noisy_digits(config.rate, config.seed)
-    results = {method: run_method(method, digits, config) for method in NAMES}
+    task = make_task(config.data, config.test, config.noise, config.rate, config.seed, config.out)
+    results = {method: run_method(method, task, config) for method in NAMES}
     if rank() == 0:
         print(f"\n{report.text_table(HEADER, table_rows(results))}", flush=True)
-        write_report(config.page, digits, results, config, time.perf_counter() - start)
+        write_report(config.page, task, results, config, time.perf_counter() - start)
         print(f"\npage: {config.page.resolve()}", flush=True)
     return results
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,14 @@ def process_group() -> Iterator[None]:
     finally:
         time.sleep(LINGER)
         dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], object]) -> None:
+    """Done by one rank, the first on its machine, while the others wait."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        work()
+    if is_distributed():
+        dist.barrier()
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -12,9 +12,9 @@ class MLP(nn.Sequential):
 
 
 class SmallCNN(nn.Module):
-    """Three 3x3 convolutions (BatchNorm, ReLU), one halving, then the mean over positions."""
+    """Three 3x3 convolutions (BatchNorm, ReLU), one or two halvings, then the mean over positions."""
 
-    def __init__(self, channels: int = 1, width: int = 32) -> None:
+    def __init__(self, channels: int = 1, width: int = 32, halvings: int = 1) -> None:
         super().__init__()
 
         def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -25,6 +25,7 @@ class SmallCNN(nn.Module):
         self.num_features = 4 * width
         self.layers = nn.Sequential(
             block(channels, width),
+            *([nn.MaxPool2d(2)] if halvings == 2 else []),
             block(width, 2 * width),
             nn.MaxPool2d(2),
             block(2 * width, 4 * width),

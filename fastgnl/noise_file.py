@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import tyro
@@ -192,7 +193,7 @@ def load_noise(path: Path, beton: Beton) -> SavedNoise:
         with np.load(path, allow_pickle=False) as saved:
             labels, transition = saved["labels"], saved["transition"]
             described = json.loads(str(saved["described"]))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise InputError(f"{path} cannot be read ({error}), wanted the labels that fastgnl noise saved") from error
     check(
         described.get("records_crc") == beton.info["records_crc"],

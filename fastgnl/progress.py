@@ -30,6 +30,7 @@ class Progress:
         shown = f"epoch {epoch.number + 1}/{self.epochs}, loss {epoch.loss:.3f}"
         if epoch.test_accuracy is not None:
             shown += f", test {100 * epoch.test_accuracy:.1f}%"
+        shown += f", waited {epoch.wait:.0%}"
         self.bar.set_postfix_str(shown, refresh=False)
 
     def __enter__(self) -> "Progress":

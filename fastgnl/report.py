@@ -124,9 +124,9 @@ def heatmap(ax: Axes, matrix: NDArray[Any], title: str, labels: Sequence[str]) -
 
 
 def tile(pixels: NDArray[Any], lines: Sequence[str]) -> str:
-    """A small grey picture in [0, 1] with lines of text below; the first is bold."""
+    """A small picture in [0, 1], grey or in colours, with lines of text below; the first is bold."""
     buffer = io.BytesIO()
-    image.imsave(buffer, 1 - pixels, cmap="gray", vmin=0, vmax=1, format="png")
+    image.imsave(buffer, pixels, cmap="gray", vmin=0, vmax=1, format="png")
     data = base64.b64encode(buffer.getvalue()).decode()
     first, *rest = [html.escape(text) for text in lines]
     picture = f'<img alt="{first}" src="data:image/png;base64,{data}">'

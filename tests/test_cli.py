@@ -236,7 +236,7 @@ def test_a_stopped_demo_leaves_no_worker_behind(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode != 0
-    command = "fastgnl.demo --rate 0.4 --epochs 40 --seed 0 --out page"
+    command = "fastgnl.demo --data digits --noise auto --rate 0.4 --epochs 40 --seed 0 --out page"
     running = [p for p in Path("/proc").glob("[0-9]*/cmdline") if command in read_quietly(p)]
     assert running == []
 

@@ -9,19 +9,19 @@ from scipy.sparse import csr_array
 
 from fastgnl import GNLObjective, GNLPair, with_transition
 from fastgnl.demo import DemoConfig, run_method
-from fastgnl.digits import noisy_digits
 from fastgnl.errors import InputError
 from fastgnl.loader import Loader
 from fastgnl.networks import MLP
 from fastgnl.samples import Samples
+from fastgnl.task import digits
 from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
 
 
 @pytest.fixture(scope="module")
 def digits_results():
     """GNL on digits with 40% instance-dependent noise, the demo's network, three seeds; CE once."""
-    gnl = [run_method("gnl", noisy_digits(0.4, seed), DemoConfig(seed=seed)) for seed in range(3)]
-    return gnl, run_method("ce", noisy_digits(0.4, 0), DemoConfig())
+    gnl = [run_method("gnl", digits(0.4, seed), DemoConfig(seed=seed)) for seed in range(3)]
+    return gnl, run_method("ce", digits(0.4, 0), DemoConfig())
 
 
 def test_accuracy_on_noisy_digits(digits_results):
