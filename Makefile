@@ -9,7 +9,7 @@ demo: venv
 	$(BIN)/torchrun --standalone --nproc-per-node=$(WORKERS) launchers/digits.py $(ARGS)
 
 test: venv lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

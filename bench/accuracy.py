@@ -1,7 +1,7 @@
 """Test accuracy of CE and GNL after the last epoch, on digits and on the embeddings of FASTGNL_DATA.
 
 python bench/accuracy.py                          # digits: the demo's CNN and GNLClassifier, three seeds
-FASTGNL_DATA=... python bench/accuracy.py --data newsgroups20 cifar10n-worst
+FASTGNL_DATA=... python bench/accuracy.py --data newsgroups20 cifar10n-worst-embeddings
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ Name = Literal[
     "newsgroups20",
     "newsgroups20-sn",
     "newsgroups20-asn",
-    "cifar10n-worst",
-    "cifar10n-aggregate",
+    "cifar10n-worst-embeddings",
+    "cifar10n-aggregate-embeddings",
 ]
 
 
@@ -83,8 +83,8 @@ LOADERS: dict[str, Callable[[int], Arrays]] = {
     "newsgroups20": lambda seed: embeddings("newsgroups20", lambda x, y: instance_dependent(x, y, 0.4, seed).labels),
     "newsgroups20-sn": lambda seed: embeddings("newsgroups20", lambda x, y: symmetric(y, 0.4, seed).labels),
     "newsgroups20-asn": lambda seed: embeddings("newsgroups20", lambda x, y: asymmetric(y, 0.4, seed).labels),
-    "cifar10n-worst": lambda seed: embeddings("cifar10n-worst-embeddings"),
-    "cifar10n-aggregate": lambda seed: embeddings("cifar10n-aggregate-embeddings"),
+    "cifar10n-worst-embeddings": lambda seed: embeddings("cifar10n-worst-embeddings"),
+    "cifar10n-aggregate-embeddings": lambda seed: embeddings("cifar10n-aggregate-embeddings"),
 }
 
 

@@ -26,7 +26,7 @@ from fastgnl.convert import Storage, convert
 from fastgnl.errors import check_count
 from fastgnl.formats.listing import Listing
 from fastgnl.formats.synthetic import Web
-from fastgnl.image_file import ImageFile
+from fastgnl.image_file import ImageFile, ffcv_problem
 from fastgnl.images import encode_jpeg
 from fastgnl.loader import Loader
 from fastgnl.named import named
@@ -140,12 +140,17 @@ def measure(name: Name, config: Config, folder: Path) -> list[tuple[str, float]]
     beton = folder / f"{name}.beton"
     convert(listing, beton, storage, quiet=True)
     found = [("dataloader", images_per_second(dataloader(PILDataset(listing, augment), config), config.epochs))]
-    for reader in ("ffcv", "builtin"):
+    for reader in readers():
         source = ImageFile(beton, augment, reader=reader, workers=config.workers)  # type: ignore[arg-type]
         found.append((reader, images_per_second(fastgnl_loader(source, config), config.epochs)))
     if name == "digits":
         found.append(("demo network", consumption(source)))
     return found
+
+
+def readers() -> tuple[str, ...]:
+    """Both, or the built-in one where FFCV cannot be used."""
+    return ("builtin",) if ffcv_problem() else ("ffcv", "builtin")
 
 
 def dataloader(dataset: PILDataset, config: Config) -> Callable[[int], Iterator[int]]:
@@ -183,7 +188,7 @@ def main(config: Config) -> None:
     show(rows, config.json)
     rates = {row["loader"]: row["images_per_second"] for row in rows if row["data"] == "digits"}
     if rates:
-        for reader in ("ffcv", "builtin"):
+        for reader in readers():
             print(
                 f"{reader} delivers {rates[reader] / rates['demo network']:.0f} times what the demo's network consumes"
             )

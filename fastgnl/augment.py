@@ -70,12 +70,13 @@ class Augment:
         """Height and width of the inputs."""
         if self.size is not None:
             return self.size, self.size
-        sizes = {(int(h), int(w)) for h, w in np.unique(np.stack([heights, widths], 1), axis=0)}
+        (low, high), (narrow, wide) = ((int(sides.min()), int(sides.max())) for sides in (heights, widths))
         check(
-            len(sizes) == 1,
-            f"the images have {len(sizes)} different sizes, wanted the option size, or images converted to one",
+            low == high and narrow == wide,
+            f"the images are {narrow} to {wide} wide and {low} to {high} high, wanted the option size, or images "
+            "converted to one size",
         )
-        return sizes.pop()
+        return low, narrow
 
     def table(self) -> NDArray[np.float32]:
         """What each value of each colour becomes, [256, 3]."""

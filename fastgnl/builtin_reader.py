@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgnl.ahead import ahead
 from fastgnl.augment import DTYPES, Augment, Windows
 from fastgnl.beton import RAW, Beton
 from fastgnl.errors import InputError
 from fastgnl.images import Pixels, decode, resized_window
+from fastgnl.prefetch import prefetched
 
 BATCHES_AHEAD = 3
 
@@ -35,30 +35,31 @@ class BuiltinReader:
 
     def __init__(self, beton: Beton, augment: Augment, output: tuple[int, int], workers: int) -> None:
         self.beton, self.augment, self.output, self.workers = beton, augment, output, workers
-        image = beton.records["f0"]
-        self.raw = (image["mode"] == RAW).tolist()
-        self.shapes = list(zip(image["height"].tolist(), image["width"].tolist(), strict=True))
-        self.pointers = beton.pointers.tolist()
         self.bytes = np.frombuffer(beton.map, np.uint8)
-
-    def pixels(self, row: int) -> Pixels:
-        """The whole image of a record."""
-        if not self.raw[row]:
-            return pixels_of(self.beton, row)
-        height, width = self.shapes[row]
-        start = self.pointers[row]
-        return self.bytes[start : start + 3 * height * width].reshape(height, width, 3)
 
     def read(self, batches: Sequence[NDArray[np.int64]], windows: Windows) -> Iterator[Tensor]:
         """The inputs of each batch in turn, a few batches ahead."""
         with ThreadPoolExecutor(self.workers, "fastgnl-reader") as pool:
-            yield from ahead(pool, lambda rows: self._batch(rows, windows), batches, self.workers + BATCHES_AHEAD)
+            yield from prefetched(pool, lambda rows: self._batch(rows, windows), batches, self.workers + BATCHES_AHEAD)
 
     def _batch(self, rows: NDArray[np.int64], windows: Windows) -> Tensor:
         out = np.empty((len(rows), *self.output, 3), np.uint8)
-        top, left, height, width, flip = (column[rows].tolist() for column in windows)
-        for i, row in enumerate(rows.tolist()):
-            cut(self.pixels(row), top[i], left[i], height[i], width[i], out[i, :, ::-1] if flip[i] else out[i])
+        image = self.beton.records["f0"][rows]
+        records = zip(
+            rows.tolist(),
+            (image["mode"] == RAW).tolist(),
+            image["data_ptr"].tolist(),
+            image["height"].tolist(),
+            image["width"].tolist(),
+            strict=True,
+        )
+        top, left, rows_of, cols_of, flip = (column[rows].tolist() for column in windows)
+        for i, (row, raw, start, height, width) in enumerate(records):
+            if raw:
+                pixels = self.bytes[start : start + 3 * height * width].reshape(height, width, 3)
+            else:
+                pixels = pixels_of(self.beton, row)
+            cut(pixels, top[i], left[i], rows_of[i], cols_of[i], out[i, :, ::-1] if flip[i] else out[i])
         return normalised(out, self.augment)
 
 

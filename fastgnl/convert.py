@@ -16,13 +16,13 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from fastgnl.ahead import ahead
 from fastgnl.beton import JPEG, PAGE_SIZE, RAW, Beton
 from fastgnl.beton_writer import BetonWriter, Blob, Skipped
 from fastgnl.errors import InputError, check, check_choice, check_count, check_range
 from fastgnl.files import written
 from fastgnl.formats.listing import UNKNOWN, Listing
 from fastgnl.images import decode, encode_jpeg, resize
+from fastgnl.prefetch import prefetched
 from fastgnl.report import text_table
 
 CHUNK = 256
@@ -116,7 +116,7 @@ def _encoded(listing: Listing, storage: Storage, first: int, workers: int) -> It
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, fork, _leave_with_parent, (os.getpid(),)) as pool:
         try:
-            yield from ahead(pool, _encode_chunk, chunks, 3 * workers)
+            yield from prefetched(pool, _encode_chunk, chunks, 3 * workers)
         except BrokenProcessPool as error:
             raise InputError(
                 "a worker of the conversion was killed (out of memory?), wanted more memory or fewer workers; the same "

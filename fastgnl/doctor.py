@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
+from fastgnl.image_file import ffcv_problem
 from fastgnl.kernels import backends, cpu
 from fastgnl.objective import GNLObjective
 from fastgnl.report import text_table
@@ -65,6 +66,14 @@ def backend_lines() -> list[str]:
     return lines
 
 
+def loader_line() -> str:
+    """Which reader decodes the images of .beton files here."""
+    problem = ffcv_problem()
+    if problem is None:
+        return "image loader: ffcv (decodes in compiled threads; the first epoch of a run compiles for some seconds)"
+    return f"image loader: built-in ({problem})"
+
+
 def advice() -> list[str]:
     """What would speed this machine up, most useful first."""
     found = []
@@ -89,7 +98,7 @@ def run() -> None:
     print()
     for line in backend_lines():
         print(line)
-    print("loader: built-in, samples in memory (FFCV is not used yet)")
+    print(loader_line())
     suggestions = advice()
     print("\nWhat would speed this machine up:" if suggestions else "\nNothing to add.")
     for line in suggestions:

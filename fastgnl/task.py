@@ -122,6 +122,8 @@ def _features(title: str, data: Named, noise: NoiseKind, rate: float, seed: int)
 
 def _images(train: Path, test: Path, noise: NoiseKind, rate: float, seed: int, flip: bool) -> Task:
     beton, test_beton = Beton(train, verify=False), Beton(test, verify=False)
+    for file in (beton, test_beton):
+        check(file.kind == "image", f"{file.path} holds {file.kind}, wanted images")
     check(
         beton.classes == test_beton.classes,
         f"{train} and {test} name different classes, wanted the same in both",

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: there is no GPU to run its kernels
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is: two workers of pytest share two cores
 
 import pytest
 import torch

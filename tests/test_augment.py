@@ -116,6 +116,6 @@ def test_bad_settings(options, sentence):
 
 
 def test_images_of_several_sizes_want_one():
-    with pytest.raises(InputError, match="the images have 2 different sizes, wanted the option size"):
+    with pytest.raises(InputError, match="the images are 8 to 9 wide and 8 to 8 high, wanted the option size"):
         Augment().output(np.array([8, 8]), np.array([8, 9]))
     assert Augment().output(np.array([8, 8]), np.array([9, 9])) == (8, 9)

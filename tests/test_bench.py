@@ -23,6 +23,11 @@ def run(script, *args, **env):
         ("noise_filter.py", ("--samples", 2000, "--repeats", 1), {"samples", "ratio"}),
         ("instance_noise.py", ("--samples", 200, "--features", 20), {"classes", "seconds"}),
         ("kernels.py", ("--shapes", 2, 10001, "--no-threads", "--no-memory"), {"backend", "against", "ratio"}),
+        (
+            "loader.py",
+            ("--data", "digits", "--epochs", 1),
+            {"data", "loader", "images_per_second", "ratio_to_dataloader"},
+        ),
     ],
 )
 def test_smallest_size(tmp_path, script, args, columns):
@@ -59,7 +64,7 @@ def test_missing_data_is_said_in_one_sentence(tmp_path):
 
 
 @pytest.mark.skipif("FASTGNL_DATA" not in os.environ, reason="FASTGNL_DATA is not set: no real data sets here")
-@pytest.mark.parametrize("name", ["newsgroups20", "cifar10n-worst"])
+@pytest.mark.parametrize("name", ["newsgroups20", "cifar10n-worst-embeddings"])
 def test_real_data_loads(name):
     sys.path.insert(0, str(BENCH))
     try:

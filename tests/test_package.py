@@ -32,6 +32,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"fastgnl", f"fastgnl-{fastgnl.__version__}.dist-info"}
     assert "fastgnl/kernels/philox.py" in names
+    assert "fastgnl/formats/cifar.py" in names
     assert "fastgnl/kernels/step.cpp" in names
     assert "fastgnl/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -42,15 +43,24 @@ def test_everything_imports_without_the_optional_packages(tmp_path):
 import importlib, pkgutil, sys
 for name in ("ffcv", "deepspeed", "transformers", "triton", "pytest", "torchvision", "timm"):
     sys.modules[name] = None  # importing it now raises ImportError
-import fastgnl, fastgnl.kernels
-for package in (fastgnl, fastgnl.kernels):
+import fastgnl, fastgnl.formats, fastgnl.kernels
+for package in (fastgnl, fastgnl.formats, fastgnl.kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name.split(".")[-1] not in ("triton_kernels", "triton_step", "ahead"):
+        if module.name.split(".")[-1] not in ("triton_kernels", "triton_step", "ahead", "ffcv_reader"):
             importlib.import_module(module.name)
+
+from pathlib import Path
+from fastgnl.convert import convert
+from fastgnl.formats import EMBEDDED
+from fastgnl.image_file import ImageFile
+from fastgnl.loader import Loader
+convert(EMBEDDED["digits"]().listing(), Path("digits.beton"), quiet=True)
+assert sum(len(batch.labels) for batch in Loader(ImageFile("digits.beton")).epoch(0)) == 1437
 print("ok")
 """
     done = python(code, tmp_path)
     assert done.stdout.strip() == "ok", done.stderr
+    assert "FFCV is not installed: the built-in loader reads the images" in done.stderr
 
 
 def test_the_public_names():

@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ahead(
+def prefetched(
     executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], depth: int
 ) -> Iterator[Result]:
     """``map(function, items)`` in the executor, in order, with at most ``depth`` results not yet taken."""
