@@ -6,24 +6,27 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from fastgnl.augment import DTYPES, Augment, Windows
 from fastgnl.beton import RAW, Beton
 from fastgnl.errors import InputError
-from fastgnl.images import Pixels, decode, resized_window
+from fastgnl.images import Pixels, open_image, resized_window
 from fastgnl.prefetch import prefetched
 
 BATCHES_AHEAD = 3
+CACHED = 1 << 17
+"""Numbers that are normalised at a time."""
 
 
-def pixels_of(beton: Beton, row: int) -> Pixels:
+def image_of(beton: Beton, row: int) -> Image.Image:
     """The image of a record."""
     image, data = beton.records["f0"][row], beton.data(row)
     if image["mode"] == RAW:
-        return np.frombuffer(data, np.uint8).reshape(image["height"], image["width"], 3)
+        return Image.fromarray(np.frombuffer(data, np.uint8).reshape(image["height"], image["width"], 3))
     try:
-        return decode(data)
+        return open_image(data)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{beton.path}: record {row} ({beton.names[row]}) cannot be decoded ({error}), wanted an image"
@@ -39,11 +42,26 @@ class BuiltinReader:
 
     def read(self, batches: Sequence[NDArray[np.int64]], windows: Windows) -> Iterator[Tensor]:
         """The inputs of each batch in turn, a few batches ahead."""
-        with ThreadPoolExecutor(self.workers, "fastgnl-reader") as pool:
-            yield from prefetched(pool, lambda rows: self._batch(rows, windows), batches, self.workers + BATCHES_AHEAD)
+        size = max(len(rows) for rows in batches)
+        depth = self.workers + BATCHES_AHEAD
+        # Buffers go round: new memory for each batch costs more than the work done in it.
+        slots = depth + 2
+        pixels = np.empty((slots, size, *self.output, 3), np.uint8)
+        inputs = np.empty((slots, size, *self.output, 3), np.float32)
 
-    def _batch(self, rows: NDArray[np.int64], windows: Windows) -> Tensor:
-        out = np.empty((len(rows), *self.output, 3), np.uint8)
+        def work(item: tuple[int, NDArray[np.int64]]) -> Tensor:
+            number, rows = item
+            slot = number % slots
+            self._cut(rows, windows, pixels[slot])
+            normalise(pixels[slot, : len(rows)], self.augment, inputs[slot, : len(rows)])
+            x = torch.from_numpy(inputs[slot, : len(rows)]).permute(0, 3, 1, 2).to(DTYPES[self.augment.dtype])
+            return x if self.augment.channels_last else x.contiguous()
+
+        with ThreadPoolExecutor(self.workers, "fastgnl-reader") as pool:
+            yield from prefetched(pool, work, enumerate(batches), depth)
+
+    def _cut(self, rows: NDArray[np.int64], windows: Windows, out: Pixels) -> None:
+        """The windows of a batch, as bytes."""
         image = self.beton.records["f0"][rows]
         records = zip(
             rows.tolist(),
@@ -51,36 +69,40 @@ class BuiltinReader:
             image["data_ptr"].tolist(),
             image["height"].tolist(),
             image["width"].tolist(),
+            *(column[rows].tolist() for column in windows),
             strict=True,
         )
-        top, left, rows_of, cols_of, flip = (column[rows].tolist() for column in windows)
-        for i, (row, raw, start, height, width) in enumerate(records):
-            if raw:
-                pixels = self.bytes[start : start + 3 * height * width].reshape(height, width, 3)
+        size = self.output
+        for i, (row, raw, start, height, width, top, left, h, w, flip) in enumerate(records):
+            target = out[i, :, ::-1] if flip else out[i]
+            if (h, w) != size:
+                target[:] = resized_window(image_of(self.beton, row), top, left, h, w, *size)
+            elif raw:
+                cut(self.bytes[start : start + 3 * height * width].reshape(height, width, 3), top, left, target)
             else:
-                pixels = pixels_of(self.beton, row)
-            cut(pixels, top[i], left[i], rows_of[i], cols_of[i], out[i, :, ::-1] if flip[i] else out[i])
-        return normalised(out, self.augment)
+                cut(np.asarray(image_of(self.beton, row)), top, left, target)
 
 
-def normalised(images: Pixels, augment: Augment) -> Tensor:
-    """[B, H, W, 3] bytes as [B, 3, H, W] of the output's type: ``augment.table()``, in the same steps of rounding."""
+def normalise(images: Pixels, augment: Augment, out: NDArray[np.float32]) -> None:
+    """Bytes [B, H, W, 3] as ``augment.table()`` has them, in the same steps of rounding."""
     width = images.shape[2]
-    x = torch.from_numpy(images).float().div_(255)
-    # A row of pixels at a time: a broadcast over three numbers is slow.
-    x_rows = x.flatten(2)
-    x_rows.sub_(torch.tensor(augment.mean).repeat(width)).div_(torch.tensor(augment.std).repeat(width))
-    x = x.permute(0, 3, 1, 2).to(DTYPES[augment.dtype])
-    return x if augment.channels_last else x.contiguous()
+    # A row of pixels at a time (a broadcast over three numbers is slow), and no more images than a cache holds.
+    mean, std = (np.tile(np.array(value, np.float32), width) for value in (augment.mean, augment.std))
+    step = max(1, CACHED // out[0].size)
+    for start in range(0, len(images), step):
+        x = out[start : start + step]
+        x[:] = images[start : start + step]
+        x_rows = x.reshape(len(x), -1, 3 * width)
+        x_rows /= np.float32(255)
+        x_rows -= mean
+        x_rows /= std
 
 
-def cut(pixels: Pixels, top: int, left: int, rows: int, cols: int, out: Pixels) -> None:
-    """A window of an image, at the size of ``out``; black where it reaches beyond the image."""
-    out_rows, out_cols = out.shape[:2]
+def cut(pixels: Pixels, top: int, left: int, out: Pixels) -> None:
+    """A window of the size of ``out``; black where it reaches beyond the image."""
+    rows, cols = out.shape[:2]
     height, width = pixels.shape[:2]
-    if (rows, cols) != (out_rows, out_cols):
-        out[:] = resized_window(pixels, top, left, rows, cols, out_rows, out_cols)
-    elif 0 <= top <= height - rows and 0 <= left <= width - cols:
+    if 0 <= top <= height - rows and 0 <= left <= width - cols:
         out[:] = pixels[top : top + rows, left : left + cols]
     else:
         out[:] = 0

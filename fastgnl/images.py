@@ -16,7 +16,12 @@ LARGEST = 1 << 28
 
 
 def decode(data: Any) -> Pixels:
-    """The pixels of an image file, of any colour space, in RGB. ``OSError`` or ``ValueError`` when it has none."""
+    """The pixels of an image file. ``OSError`` or ``ValueError`` when it has none."""
+    return np.asarray(open_image(data))
+
+
+def open_image(data: Any) -> Image.Image:
+    """An image file of any colour space, decoded, in RGB. ``OSError`` or ``ValueError`` when it is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image: Image.Image = Image.open(io.BytesIO(data))
@@ -32,7 +37,7 @@ def decode(data: Any) -> Pixels:
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
-        return np.asarray(image.convert("RGB"))
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resize(pixels: Pixels, size: int, square: bool) -> Pixels:
@@ -56,9 +61,8 @@ def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def resized_window(pixels: Pixels, top: int, left: int, rows: int, cols: int, height: int, width: int) -> Pixels:
+def resized_window(image: Image.Image, top: int, left: int, rows: int, cols: int, height: int, width: int) -> Pixels:
     """A window of the image at another size: the mean over the pixels that fall on one, or between them."""
     shrinks = rows >= height and cols >= width
     method = Image.Resampling.BOX if shrinks else Image.Resampling.BILINEAR
-    window = Image.fromarray(pixels[top : top + rows, left : left + cols])
-    return np.asarray(window.resize((width, height), method))
+    return np.asarray(image.crop((left, top, left + cols, top + rows)).resize((width, height), method))

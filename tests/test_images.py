@@ -89,11 +89,12 @@ def test_shrinking_keeps_proportions_and_never_enlarges():
 
 
 def test_a_window_at_half_size_is_the_mean_of_its_pixels():
-    found = resized_window(SMOOTH, 8, 16, 16, 24, 8, 12)
+    image = Image.fromarray(SMOOTH)
+    found = resized_window(image, 8, 16, 16, 24, 8, 12)
     window = SMOOTH[8:24, 16:40].astype(float)
     means = window.reshape(8, 2, 12, 2, 3).mean((1, 3))
     assert abs(found - means).max() <= 1
-    assert resized_window(SMOOTH, 8, 16, 4, 6, 8, 12).shape == (8, 12, 3)
+    assert resized_window(image, 8, 16, 4, 6, 8, 12).shape == (8, 12, 3)
 
 
 def test_jpeg_quality_is_used():
