@@ -61,8 +61,15 @@ def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def resized_window(image: Image.Image, top: int, left: int, rows: int, cols: int, height: int, width: int) -> Pixels:
-    """A window of the image at another size: the mean over the pixels that fall on one, or between them."""
-    shrinks = rows >= height and cols >= width
-    method = Image.Resampling.BOX if shrinks else Image.Resampling.BILINEAR
-    return np.asarray(image.crop((left, top, left + cols, top + rows)).resize((width, height), method))
+def window_of(
+    image: Image.Image, top: int, left: int, rows: int, cols: int, height: int, width: int, flip: bool = False
+) -> Pixels:
+    """A window of the image, black beyond it, at another size (the mean over the pixels that fall on one, or between
+    them), mirrored or not."""
+    image = image.crop((left, top, left + cols, top + rows))
+    if (rows, cols) != (height, width):
+        shrinks = rows >= height and cols >= width
+        image = image.resize((width, height), Image.Resampling.BOX if shrinks else Image.Resampling.BILINEAR)
+    if flip:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.asarray(image)

@@ -20,7 +20,7 @@ from fastgnl.builtin_reader import image_of
 from fastgnl.errors import InputError, check, check_choice, check_range, check_seed
 from fastgnl.files import check_writable, written
 from fastgnl.formats.listing import UNKNOWN
-from fastgnl.images import resized_window
+from fastgnl.images import window_of
 from fastgnl.noise import CIFAR10_PAIRS, asymmetric, cifar100_pairs, instance_dependent_rows, symmetric
 
 Kind = Literal["symmetric", "asymmetric", "instance"]
@@ -96,7 +96,7 @@ def inputs(beton: Beton) -> tuple[Callable[[NDArray[np.int64]], NDArray[np.float
         found = np.empty((len(rows), height, width, 3), np.float32)
         for i, row in enumerate(rows):
             picture = image_of(beton, int(row))
-            found[i] = resized_window(picture, 0, 0, picture.height, picture.width, height, width)
+            found[i] = window_of(picture, 0, 0, picture.height, picture.width, height, width)
         return found.reshape(len(rows), -1) / np.float32(255)
 
     return read, height * width * 3

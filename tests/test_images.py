@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgnl.images import decode, encode_jpeg, resize, resized_window
+from fastgnl.images import decode, encode_jpeg, resize, window_of
 
 SMOOTH = (
     np.stack(
@@ -90,11 +90,20 @@ def test_shrinking_keeps_proportions_and_never_enlarges():
 
 def test_a_window_at_half_size_is_the_mean_of_its_pixels():
     image = Image.fromarray(SMOOTH)
-    found = resized_window(image, 8, 16, 16, 24, 8, 12)
+    found = window_of(image, 8, 16, 16, 24, 8, 12)
     window = SMOOTH[8:24, 16:40].astype(float)
     means = window.reshape(8, 2, 12, 2, 3).mean((1, 3))
     assert abs(found - means).max() <= 1
-    assert resized_window(image, 8, 16, 4, 6, 8, 12).shape == (8, 12, 3)
+    assert window_of(image, 8, 16, 4, 6, 8, 12).shape == (8, 12, 3)
+
+
+def test_a_window_beyond_the_image_is_black_and_may_be_mirrored():
+    image = Image.fromarray(SMOOTH)
+    found = window_of(image, -2, 60, 10, 8, 10, 8)
+    assert (found[:2] == 0).all()
+    assert (found[:, 4:] == 0).all()
+    np.testing.assert_array_equal(found[2:, :4], SMOOTH[:8, 60:])
+    np.testing.assert_array_equal(window_of(image, -2, 60, 10, 8, 10, 8, flip=True), found[:, ::-1])
 
 
 def test_jpeg_quality_is_used():
