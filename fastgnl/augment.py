@@ -20,6 +20,9 @@ SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 """... and its width over its height."""
 
+MIDDLE = 224 / 256
+"""Of the shorter side: the square in the middle that evaluation takes where training takes resized crops."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -100,6 +103,8 @@ class Augment:
         pad = self.padding if epoch is not None else 0
         fits = (heights + 2 * pad >= out_h) & (widths + 2 * pad >= out_w)
         side = np.minimum(heights, widths)
+        if self.crop == "resized":
+            fits[:], side = False, np.maximum(1, np.rint(side * MIDDLE).astype(np.int64))
         rows, cols = np.where(fits, out_h, side), np.where(fits, out_w, side)
         pad_N = np.where(fits, pad, 0)
         middle = (heights - rows) // 2, (widths - cols) // 2

@@ -5,6 +5,7 @@ records, as columns that are filled in anew for each epoch, and the decoder belo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from queue import Empty
 from typing import Any
@@ -205,12 +206,13 @@ class FFCVReader:
             if thread.failure is not None:
                 raise thread.failure
         finally:
-            thread.close()
+            thread.terminate_event.set()
+            # It looks at the event only when its queue is full, and may wait to leave a last word in a full one.
             while thread.is_alive():
-                try:
-                    thread.output_queue.get(timeout=0.01)
-                except Empty:
-                    continue
+                thread.join(0.6)
+                with suppress(Empty):
+                    thread.output_queue.get_nowait()
+            thread.close()
 
     def _output(self, x: Tensor) -> Tensor:
         x = x.to(DTYPES[self.augment.dtype])

@@ -1,5 +1,6 @@
 """Images in a ``.beton`` file as a source of batches, by FFCV or the built-in reader."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,6 +21,8 @@ from fastgnl.formats.listing import UNKNOWN, check_labels
 from fastgnl.torch_threads import torch_threads_kept
 
 READERS = ("auto", "ffcv", "builtin")
+EVAL_NUMBERS = 1 << 24
+"""Numbers of the inputs that are evaluated at a time, about."""
 
 
 class Reader(Protocol):
@@ -81,6 +84,7 @@ class ImageFile:
         image = self.beton.records["f0"]
         self.heights, self.widths = image["height"], image["width"]
         self.output = self.augment.output(self.heights, self.widths)
+        self.eval_rows = min(1024, max(16, EVAL_NUMBERS // (3 * self.output[0] * self.output[1])))
         problem = ffcv_problem() if reader != "builtin" else None
         check(problem is None or reader == "auto", f"reader is 'ffcv' but {problem}, wanted 'auto' or 'builtin'")
         if problem:
@@ -90,6 +94,8 @@ class ImageFile:
         if self.reader_name == "ffcv":
             from fastgnl.ffcv_reader import FFCVReader
 
+            if os.environ.get("RANK", "0") == "0":
+                _notice("FFCV compiles its pipeline in the first epoch, once a run: some seconds")
             self.reader = FFCVReader(self.beton, self.augment, self.output, workers, os_cache)
         else:
             self.reader = BuiltinReader(self.beton, self.augment, self.output, workers)

@@ -21,7 +21,7 @@ from fastgnl.formats.listing import UNKNOWN
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of a global batch. ``x`` may be overwritten once two more batches were asked for."""
+    """This rank's rows of a global batch. ``x`` may be overwritten once the next batch is asked for."""
 
     x: Tensor
     labels: Tensor
@@ -50,6 +50,11 @@ class Source(Protocol):
     @property
     def pages(self) -> NDArray[np.int64] | None:
         """The page of its file that each row lies in."""
+        ...
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows to evaluate at a time."""
         ...
 
     def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
@@ -127,7 +132,7 @@ def _batch(source: Source, rows: NDArray[np.int64], x: Tensor, size: int) -> Bat
 def once(source: Source) -> Iterator[Batch]:
     """Every sample exactly once over all ranks, in order, as it is: for evaluation."""
     count = len(source.labels)
-    parts = [np.arange(part.start, part.stop) for part in order.slices(count)][rank() :: world_size()]
+    parts = [np.arange(part.start, part.stop) for part in order.slices(count, source.eval_rows)][rank() :: world_size()]
     for rows, x in zip(parts, source.load(parts), strict=True):
         yield _batch(source, rows, x, len(rows))
 

@@ -113,6 +113,6 @@ def columns(schedule: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [column[column >= 0] for column in schedule.T]
 
 
-def slices(num_samples: int, size: int = 1024) -> list[slice]:
+def slices(num_samples: int, size: int) -> list[slice]:
     """0 to N in order, in pieces."""
     return [slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]

@@ -29,6 +29,7 @@ class Samples:
         return torch.arange(len(self))
 
     pages = None
+    eval_rows = 1024
 
     def rows(self, index: Any) -> Tensor:
         """The inputs at ``index`` (an array of rows or a slice)."""

@@ -73,9 +73,13 @@ def test_draws_belong_to_seed_epoch_and_sample():
 
 
 def test_evaluation_takes_the_middle():
-    for crop in ("none", "random", "resized"):
+    for crop in ("none", "random"):
         w = windows(Augment(24, crop, flip=True), 33, 40, epoch=None, ids=IDS[:3])
         assert (w.top[0], w.left[0], w.rows[0], w.cols[0], bool(w.flip[0])) == (4, 8, 24, 24, False)
+    for height, side in ((256, 224), (512, 448)):
+        w = windows(Augment(224, "resized", flip=True), height, 600, epoch=None, ids=IDS[:3])
+        assert (w.rows[0], w.cols[0], w.top[0], w.left[0]) == (side, side, (height - side) // 2, (600 - side) // 2)
+        assert not w.flip.any()
 
 
 @pytest.mark.parametrize("epoch", [None, 0])

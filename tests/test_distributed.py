@@ -48,6 +48,14 @@ def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_ran
             )
 
 
+def test_any_number_of_ranks_sees_the_same_images(one_rank, two_ranks):
+    """Batches, windows and flips of a file's images, bit by bit."""
+    for name, value in one_rank["images"].items():
+        assert torch.equal(two_ranks["images"][name], value), name
+    assert not torch.equal(one_rank["images"]["random 0 x"], one_rank["images"]["random 3 x"])
+    assert one_rank["images"]["random 0 batch"].min() == 1, "every sample is visited"
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     return run(tmp_path_factory, 2)

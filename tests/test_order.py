@@ -101,4 +101,4 @@ def test_balanced_batches_with_a_class_rarer_than_the_batch_has_rows():
 
 
 def test_slices_cover_everything_once():
-    assert [i for part in order.slices(2500) for i in range(part.start, part.stop)] == list(range(2500))
+    assert [i for part in order.slices(2500, 1024) for i in range(part.start, part.stop)] == list(range(2500))

@@ -1,5 +1,7 @@
 """FFCV and the built-in reader deliver the same batches in the same order."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -137,13 +139,16 @@ def test_pixels_are_those_of_the_images(files, reader):
 
 
 def test_an_epoch_may_be_left_early(files, reader):
-    source = ImageFile(files / "raw.beton", reader=reader)
-    loader = Loader(source, 8)
-    for _ in range(3):
-        for number, _batch in enumerate(loader.epoch(0)):
-            if number == 1:
-                break
-    assert sum(len(batch.labels) for batch in loader.epoch(0)) == N
+    """At any batch, the first and the last but one included, and whichever way the file is read."""
+    for os_cache in (True, False):
+        source = ImageFile(files / "raw.beton", reader=reader, os_cache=os_cache)
+        loader = Loader(source, 8)
+        for stop in (0, 1, 6):
+            for number, _batch in enumerate(loader.epoch(0)):
+                if number == stop:
+                    break
+        assert sum(len(batch.labels) for batch in loader.epoch(0)) == N
+    assert not [thread.name for thread in threading.enumerate() if "reader" in thread.name]
 
 
 def test_a_record_that_cannot_be_decoded_is_named(tmp_path, monkeypatch, reader):

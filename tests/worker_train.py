@@ -2,19 +2,25 @@
 in float32 by the fused step, and saves the outcome."""
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
+from fastgnl.augment import Augment
+from fastgnl.convert import converted
 from fastgnl.distributed import (
     is_distributed,
+    on_first_rank,
     process_group,
     rank,
     sum_over_ranks,
     synchronise_batch_norm,
     world_size,
 )
+from fastgnl.formats.embedded import Digits
+from fastgnl.image_file import ImageFile
 from fastgnl.loader import Loader
 from fastgnl.samples import Samples
 from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
@@ -79,10 +85,29 @@ def batch_norm(mean: float, std: float, dtype: torch.dtype) -> dict[str, torch.T
     return {name: sum_over_ranks(value) for name, value in whole.items()}
 
 
+def images(folder: Path) -> dict[str, torch.Tensor]:
+    """What each sample of an image file met in an epoch: batch, rank's shard, input. Gathered from the ranks."""
+    path = folder / "digits.beton"
+    on_first_rank(lambda: converted(Digits("test").listing(), path))
+    source = ImageFile(path, Augment(crop="random", padding=2, flip=True), seed=7, reader="builtin")
+    found = {}
+    for order in ("random", "balanced"):
+        for epoch in (0, 3):
+            batch_of, x_of = torch.zeros(len(source)), torch.zeros(len(source), 3, 8, 8)
+            for number, batch in enumerate(Loader(source, 50, seed=1, order=order).epoch(epoch), 1):
+                batch_of[batch.index], x_of[batch.index] = float(number), batch.x
+            found[f"{order} {epoch} batch"], found[f"{order} {epoch} x"] = (
+                sum_over_ranks(batch_of),
+                sum_over_ranks(x_of),
+            )
+    return found
+
+
 if __name__ == "__main__":
     with process_group():
         results = {case: outcome(case) for case in (*CASES, *FUSED)}
         results["far from zero"] = batch_norm(1000.0, 0.5, torch.float32)
         results["bfloat16"] = batch_norm(0.0, 1.0, torch.bfloat16)
+        results["images"] = images(Path(sys.argv[1]).parent)
         if rank() == 0:
             torch.save(results, sys.argv[1])
