@@ -40,7 +40,9 @@ class BuiltinReader:
     """Batches of a ``.beton`` file's images."""
 
     def __init__(self, beton: Beton, augment: Augment, output: tuple[int, int], workers: int) -> None:
-        self.beton, self.augment, self.output, self.workers = beton, augment, output, workers
+        self.beton, self.augment, self.output = beton, augment, output
+        # Decoding runs beside Python; copying small images does not, and threads would only fight over it.
+        self.workers = 1 if (beton.records["f0"]["mode"] == RAW).all() else workers
         self.bytes = np.frombuffer(beton.map, np.uint8)
 
     def read(self, batches: Sequence[NDArray[np.int64]], windows: Windows) -> Iterator[Tensor]:

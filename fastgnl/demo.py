@@ -181,7 +181,8 @@ def _label_prior(history: list[Epoch], num_classes: int) -> str:
 
 def _matrices(true: NDArray[np.float64], estimate: NDArray[np.float64], classes: tuple[str, ...]) -> str:
     figure, (left, right) = report.axes(2, 4.2)
-    names = [name[:3] for name in classes] if len(classes) <= 20 else []
+    short = max(map(len, classes)) <= 3
+    names = [name if short else str(c) for c, name in enumerate(classes)] if len(classes) <= 20 else []
     report.heatmap(left, true, "true, %", names)
     report.heatmap(right, estimate, "estimated, %", names)
     return report.svg(figure)
