@@ -1,6 +1,7 @@
 """``fastgnl convert``: a data set in its published layout becomes one ``.beton`` file."""
 
 import hashlib
+import json
 import multiprocessing
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,25 +132,27 @@ def _digest(listing: Listing) -> str:
     """Of everything that decides what is written, but for the samples' content."""
     found = hashlib.sha256(listing.labels.tobytes())
     found.update(b"" if listing.clean is None else listing.clean.tobytes())
-    for text in (*listing.classes, *listing.names):
+    for text in chain([listing.source], listing.classes, listing.names):
         found.update(text.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()
 
 
-def _plan(listing: Listing, storage: Storage) -> dict[str, Any]:
+def _plan(listing: Listing, storage: Storage, described: dict[str, Any]) -> dict[str, Any]:
     """What must be equal for a started conversion to be continued."""
-    return {"listing": _digest(listing), "storage": asdict(storage), "kind": listing.kind}
+    plan = {"listing": _digest(listing), "storage": asdict(storage), "kind": listing.kind, "described": described}
+    plain: dict[str, Any] = json.loads(json.dumps(plan, default=str))
+    return plain
 
 
 def converted(listing: Listing, target: Path) -> None:
     """Make sure that ``target`` holds the listing: it is written unless it does already."""
     if target.exists():
         try:
-            if Beton(target).info["plan"] == _plan(listing, Storage()):
+            if Beton(target).info["plan"] == _plan(listing, Storage(), {}):
                 return
         except InputError:
             pass  # it is written anew
-    convert(listing, target, described={"format": listing.source})
+    convert(listing, target)
 
 
 def _write(
@@ -173,18 +177,14 @@ def _write(
     )
     with bar:
         for chunk in _encoded(listing, storage, writer.done, workers):
-            for blob in chunk:
-                check(
-                    unreadable == "skip" or not isinstance(blob, Skipped),
-                    f"{listing.source}: {_said(listing, blob)}, wanted a readable file, or the option "
-                    "--unreadable skip; the same command goes on from here",
+            bad = next((blob for blob in chunk if isinstance(blob, Skipped)), None)
+            if bad is not None and unreadable == "refuse":
+                raise InputError(
+                    f"{listing.source}: {listing.names[bad.sample]} cannot be read ({bad.why}), wanted a readable "
+                    "file, or the option --unreadable skip; the same command goes on from here"
                 )
             writer.append(chunk)
             bar.update(len(chunk))
-
-
-def _said(listing: Listing, blob: Blob | Skipped) -> str:
-    return f"{listing.names[blob.sample]} cannot be read ({blob.why})" if isinstance(blob, Skipped) else ""
 
 
 def convert(
@@ -196,11 +196,12 @@ def convert(
     described: dict[str, Any] | None = None,
     quiet: bool = False,
 ) -> Beton:
-    """Write a listing as a ``.beton`` file and open it. A run that was killed goes on where it was."""
+    """Write a listing as a ``.beton`` file and open it. A run that was killed goes on where it was, if ``described``
+    (what the listing was made from, kept in the file) is the same."""
     storage = storage or Storage()
     check_choice("unreadable", unreadable, ("refuse", "skip"))
     check(target.suffix == ".beton", f"the target is {target}, wanted a name that ends in .beton")
-    plan = _plan(listing, storage)
+    plan = _plan(listing, storage, described or {})
     with BetonWriter(target, len(listing), plan) as writer:
         _write(writer, listing, storage, unreadable, workers or os.cpu_count() or 1, quiet)
         width = len(listing.read(writer.entries[0].sample)) if listing.kind == "features" and writer.entries else None
@@ -215,7 +216,6 @@ def convert(
                 "source": listing.source,
                 "plan": plan,
                 "skipped": [[listing.names[sample], why] for sample, why in writer.skipped],
-                **(described or {}),
             },
         )
     return Beton(target, verify=False)

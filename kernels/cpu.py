@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def _built() -> Path:
     cached = _cache_folder() / name
     if cached.exists():
         return cached
+    if os.environ.get("RANK", "0") == "0":
+        print("building the native kernel, once on this machine: some ten seconds", file=sys.stderr)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         compile_library(isa(), cached)

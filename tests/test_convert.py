@@ -64,7 +64,7 @@ def test_a_web_set_with_its_troubles(webvision, tmp_path, capsys):
     assert "image 17.jpg\tNo such file or directory" in listed
     beton = Beton(target)
     assert len(beton) == 22
-    assert beton.info["format"] == "WebVision"
+    assert beton.info["plan"]["described"]["format"] == "WebVision"
     kept = [i for i in range(24) if i not in (9, 17)]
     np.testing.assert_array_equal(beton.labels, [i % 4 for i in kept])
     assert (beton.clean == -1).all()
@@ -144,6 +144,20 @@ def test_the_number_of_workers_changes_nothing(tmp_path):
     for workers in (1, 2):
         convert(listing(images), tmp_path / f"{workers}.beton", workers=workers, quiet=True)
     assert (tmp_path / "1.beton").read_bytes() == (tmp_path / "2.beton").read_bytes()
+
+
+def test_another_size_of_the_same_samples_is_not_a_continuation(tmp_path, monkeypatch):
+    """The listings of two sizes have the same names and labels."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastgnl.beton_writer.BetonWriter.finish", killed)
+    with pytest.raises(SystemExit):
+        main(["convert", "web", str(tmp_path / "w.beton"), "--samples", "300", "--size", "8"])
+    monkeypatch.undo()
+    main(["convert", "web", str(tmp_path / "w.beton"), "--samples", "300", "--size", "16"])
+    assert {int(height) for height in Beton(tmp_path / "w.beton").records["f0"]["height"]} == {16}
 
 
 def test_conversions_are_kept_until_the_listing_changes(tmp_path):
