@@ -13,7 +13,7 @@ from typing import Any
 import ffcv.loader.loader
 import numpy as np
 from ffcv.fields.rgb_image import IMAGE_MODES, SimpleRGBImageDecoder
-from ffcv.libffcv import imdecode, resize_crop
+from ffcv.libffcv import ctypes_imdecode, resize_crop
 from ffcv.loader import Loader, OrderOption
 from ffcv.loader.epoch_iterator import EpochIterator
 from ffcv.memory_managers.os_cache import OSCacheContext, OSCacheManager
@@ -62,7 +62,8 @@ class WindowDecoder(SimpleRGBImageDecoder):
     def generate_code(self) -> Callable[..., Any]:
         jpeg = IMAGE_MODES["jpg"]
         read = self.memory_read
-        decode = Compiler.compile(imdecode)
+        # Not FFCV's function around it: compiled for constants, that one fails in a finaliser when it is collected.
+        decode = ctypes_imdecode
         resize = Compiler.compile(resize_crop)
         threads = Compiler.get_iterator()
         out_h, out_w = self.output
@@ -79,7 +80,9 @@ class WindowDecoder(SimpleRGBImageDecoder):
                 out = destination[i]
                 if record["mode"] == jpeg:
                     image = decoded[i][: 3 * height * width].reshape(height, width, 3)
-                    failed = decode(data, image, height, width, height, width, 0, 0, 1, 1, False, False)
+                    size = np.uint64(data.size)
+                    h, w = np.uint32(height), np.uint32(width)
+                    failed = decode(data.ctypes.data, size, h, w, image.ctypes.data, h, w, 0, 0, 1, 1, False, False)
                     if failed != 0:
                         metadata[batch_indices[i]]["failed"] = 1
                 else:
