@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from fastgnl.augment import DTYPES, Augment, Windows
 from fastgnl.beton import RAW, Beton
 from fastgnl.errors import InputError
-from fastgnl.images import Pixels, decode, resized
+from fastgnl.images import Pixels, open_image, window_of
 from fastgnl.prefetch import prefetched
 
 BATCHES_AHEAD = 3
@@ -22,13 +23,13 @@ CACHED = 1 << 17
 """Numbers that are normalised at a time."""
 
 
-def pixels_of(beton: Beton, row: int) -> Pixels:
+def image_of(beton: Beton, row: int) -> Image.Image:
     """The image of a record."""
     image, data = beton.records["f0"][row], beton.data(row)
     if image["mode"] == RAW:
-        return np.frombuffer(data, np.uint8).reshape(image["height"], image["width"], 3)
+        return Image.fromarray(np.frombuffer(data, np.uint8).reshape(image["height"], image["width"], 3))
     try:
-        return decode(data)
+        return open_image(data)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{beton.path}: record {row} ({beton.names[row]}) cannot be decoded ({error}), wanted an image"
@@ -76,17 +77,13 @@ class BuiltinReader:
             *(column[rows].tolist() for column in windows),
             strict=True,
         )
-        out_pixels = out.view(PIXEL)[..., 0]
+        pixels = out.view(PIXEL)[..., 0]
         for i, (row, raw, start, height, width, top, left, h, w, flip) in enumerate(records):
-            target = out_pixels[i, :, ::-1] if flip else out_pixels[i]
-            if raw:
-                image = self.bytes[start : start + 3 * height * width].reshape(height, width, 3)
+            if raw and (h, w) == self.output:
+                image = self.bytes[start : start + 3 * height * width].view(PIXEL).reshape(height, width)
+                cut(image, top, left, pixels[i, :, ::-1] if flip else pixels[i])
             else:
-                image = pixels_of(self.beton, row)
-            if (h, w) == self.output:
-                cut(image.view(PIXEL)[..., 0], top, left, target)
-            else:
-                target[:] = resized(image[top : top + h, left : left + w], *self.output).view(PIXEL)[..., 0]
+                out[i] = window_of(image_of(self.beton, row), top, left, h, w, *self.output, flip)
 
 
 def normalise(images: Pixels, augment: Augment, out: NDArray[np.float32]) -> None:

@@ -16,11 +16,11 @@ from sklearn.feature_extraction.text import HashingVectorizer
 from tqdm import tqdm
 
 from fastgnl.beton import Beton
-from fastgnl.builtin_reader import pixels_of
+from fastgnl.builtin_reader import image_of
 from fastgnl.errors import InputError, check, check_choice, check_range, check_seed
 from fastgnl.files import check_writable, written
 from fastgnl.formats.listing import UNKNOWN
-from fastgnl.images import resized
+from fastgnl.images import window_of
 from fastgnl.noise import CIFAR10_PAIRS, asymmetric, cifar100_pairs, instance_dependent_rows, symmetric
 
 Kind = Literal["symmetric", "asymmetric", "instance"]
@@ -95,8 +95,8 @@ def inputs(beton: Beton) -> tuple[Callable[[NDArray[np.int64]], NDArray[np.float
     def read(rows: NDArray[np.int64]) -> NDArray[np.float32]:
         found = np.empty((len(rows), height, width, 3), np.float32)
         for i, row in enumerate(rows):
-            pixels = pixels_of(beton, int(row))
-            found[i] = pixels if pixels.shape[:2] == (height, width) else resized(pixels, height, width)
+            picture = image_of(beton, int(row))
+            found[i] = window_of(picture, 0, 0, picture.height, picture.width, height, width)
         return found.reshape(len(rows), -1) / np.float32(255)
 
     return read, height * width * 3

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastgnl.augment import IMAGENET_MEAN, IMAGENET_STD, Augment
 from fastgnl.beton import Beton
-from fastgnl.builtin_reader import pixels_of
+from fastgnl.builtin_reader import image_of
 from fastgnl.convert import converted
 from fastgnl.digits import noisy_digits
 from fastgnl.distributed import on_first_rank
@@ -154,5 +154,5 @@ def _images(train: Path, test: Path, noise: NoiseKind, rate: float, seed: int, f
         ImageFile(test, augment, seed),
         _observed(source.labels.numpy(), clean, C),
         lambda: SmallCNN(3, halvings=2 if side > 8 else 1),
-        lambda i: pixels_of(beton, int(row_of[i])) / 255,
+        lambda i: np.asarray(image_of(beton, int(row_of[i]))) / 255,
     )

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from fastgnl.beton import Beton
-from fastgnl.builtin_reader import pixels_of
+from fastgnl.builtin_reader import image_of
 from fastgnl.cli import main
 from fastgnl.convert import Storage, convert, converted
 from fastgnl.errors import InputError
@@ -69,12 +69,12 @@ def test_a_web_set_with_its_troubles(webvision, tmp_path, capsys):
     np.testing.assert_array_equal(beton.labels, [i % 4 for i in kept])
     assert (beton.clean == -1).all()
     for row, i in enumerate(kept):
-        pixels = pixels_of(beton, row)
+        pixels = np.asarray(image_of(beton, row))
         assert pixels.shape[0] == 24, "the shorter side"
         if i not in (5, 6):
             wanted = [(37 * i) % 256, (91 * i) % 256, 128]
             assert abs(pixels.mean((0, 1)) - wanted).max() < 8, f"image {i}"
-    grey = pixels_of(beton, 5)
+    grey = np.asarray(image_of(beton, 5))
     assert (grey[..., 0] == grey[..., 1]).all()
 
 
@@ -86,7 +86,7 @@ def test_a_text_set_and_an_embedded_one(tmp_path, capsys):
     main(["convert", "digits", str(tmp_path / "d.beton"), "--split", "test"])
     assert "360 samples of 10 classes" in capsys.readouterr().out
     digits = Beton(tmp_path / "d.beton")
-    assert pixels_of(digits, 0).shape == (8, 8, 3)
+    assert np.asarray(image_of(digits, 0)).shape == (8, 8, 3)
     main(["check", str(tmp_path / "d.beton")])
     assert "d.beton is whole: 360 samples" in capsys.readouterr().out
 
@@ -135,8 +135,8 @@ def test_sizes_and_qualities(tmp_path):
         sizes[name] = int(beton.sizes.sum())
         assert {int(mode) for mode in beton.records["f0"]["mode"]} == ({1} if name in ("raw", "square") else {0})
     assert sizes["raw"] > sizes["good"] > sizes["poor"]
-    np.testing.assert_array_equal(pixels_of(Beton(tmp_path / "raw.beton"), 2), images[2])
-    assert pixels_of(Beton(tmp_path / "square.beton"), 2).shape == (20, 20, 3)
+    np.testing.assert_array_equal(np.asarray(image_of(Beton(tmp_path / "raw.beton"), 2)), images[2])
+    assert np.asarray(image_of(Beton(tmp_path / "square.beton"), 2)).shape == (20, 20, 3)
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgnl.images import decode, encode_jpeg, resize, resized
+from fastgnl.images import decode, encode_jpeg, resize, window_of
 
 SMOOTH = (
     np.stack(
@@ -88,16 +88,22 @@ def test_shrinking_keeps_proportions_and_never_enlarges():
     assert resize(thin, 5, square=False).shape == (5, 714, 3)
 
 
-@pytest.mark.parametrize(("height", "width"), [(24, 32), (100, 130), (7, 64)])
-def test_resizing_is_that_of_pil(height, width):
-    wanted = Image.fromarray(SMOOTH).resize((width, height), Image.Resampling.BILINEAR)
-    found = resized(SMOOTH, height, width)
-    assert found.dtype == np.uint8
-    assert found.flags.c_contiguous
-    assert abs(found.astype(int) - np.asarray(wanted)).max() <= 1
-    window = resized(SMOOTH[8:40, 16:48], height, width).astype(int)
-    part = Image.fromarray(np.ascontiguousarray(SMOOTH[8:40, 16:48])).resize((width, height), Image.Resampling.BILINEAR)
-    assert abs(window - np.asarray(part)).max() <= 1
+def test_a_window_at_half_size_is_the_mean_of_its_pixels():
+    image = Image.fromarray(SMOOTH)
+    found = window_of(image, 8, 16, 16, 24, 8, 12)
+    window = SMOOTH[8:24, 16:40].astype(float)
+    means = window.reshape(8, 2, 12, 2, 3).mean((1, 3))
+    assert abs(found - means).max() <= 1
+    assert window_of(image, 8, 16, 4, 6, 8, 12).shape == (8, 12, 3)
+
+
+def test_a_window_beyond_the_image_is_black_and_may_be_mirrored():
+    image = Image.fromarray(SMOOTH)
+    found = window_of(image, -2, 60, 10, 8, 10, 8)
+    assert (found[:2] == 0).all()
+    assert (found[:, 4:] == 0).all()
+    np.testing.assert_array_equal(found[2:, :4], SMOOTH[:8, 60:])
+    np.testing.assert_array_equal(window_of(image, -2, 60, 10, 8, 10, 8, flip=True), found[:, ::-1])
 
 
 def test_jpeg_quality_is_used():
