@@ -14,6 +14,7 @@ from fastgnl.errors import InputError, check_count
 from fastgnl.files import check_writable
 from fastgnl.formats import EMBEDDED, FORMATS
 from fastgnl.named import NamedData
+from fastgnl.task import check_data
 
 Config = TypeVar("Config")
 
@@ -142,6 +143,7 @@ def run_convert(conversion: Any) -> None:
 
 def run_demo(config: Demo) -> None:
     """Become torchrun with its workers on this machine, so that a signal reaches them."""
+    check_data(config.data, config.test)
     check_writable(config.page)
     options = [
         word

@@ -22,7 +22,7 @@ from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
 from fastgnl.objective import GNLObjective
 from fastgnl.progress import Progress
-from fastgnl.task import NoiseKind, Task, make_task
+from fastgnl.task import NoiseKind, Task, check_data, make_task
 from fastgnl.trainer import CrossEntropy, Epoch, Objective, TrainConfig, eval_losses, predict_proba, train
 from fastgnl.transition import class_transition, with_transition
 
@@ -266,6 +266,7 @@ def write_report(path: Path, task: Task, results: dict[str, Result], config: Dem
 
 def run(config: DemoConfig) -> dict[str, Result]:
     """Train both methods and, on rank 0, print the table and write the page."""
+    check_data(config.data, config.test)
     check_writable(config.page)
     start = time.perf_counter()
     task = make_task(config.data, config.test, config.noise, config.rate, config.seed, config.out)

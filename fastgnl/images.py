@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
 """[H, W, 3], red, green, blue."""
@@ -24,7 +24,10 @@ def open_image(data: Any) -> Image.Image:
     """An image file of any colour space, decoded, in RGB. ``OSError`` or ``ValueError`` when it is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        image: Image.Image = Image.open(io.BytesIO(data))
+        try:
+            image: Image.Image = Image.open(io.BytesIO(data))
+        except UnidentifiedImageError as error:  # its own words hold an address in memory
+            raise ValueError("no image, or of a kind that PIL does not know") from error
         if image.width * image.height > LARGEST:
             raise ValueError(f"{image.width} x {image.height} pixels are more than are decoded ({LARGEST})")
         try:

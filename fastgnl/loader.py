@@ -16,7 +16,6 @@ from torch import Tensor
 from fastgnl import order
 from fastgnl.distributed import rank, world_size
 from fastgnl.errors import check, check_choice, check_count, check_seed
-from fastgnl.formats.listing import UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,3 @@ def once(source: Source) -> Iterator[Batch]:
     parts = [np.arange(part.start, part.stop) for part in order.slices(count, source.eval_rows)][rank() :: world_size()]
     for rows, x in zip(parts, source.load(parts), strict=True):
         yield _batch(source, rows, x, len(rows))
-
-
-def known_clean(source: Source) -> bool:
-    """Whether the true label of every sample is known."""
-    return source.clean is not None and bool((source.clean != UNKNOWN).all())

@@ -20,6 +20,7 @@ from fastgnl.formats.text import Jsonl, class_names
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR10_LABELS = {"cifar10": "clean", "cifar10n-worst": "human_worst", "cifar10n-aggregate": "human_aggregate"}
+WEB = re.compile("web-([0-9]+)x([0-9]+)")
 MOST_TEST = 50_000
 """Test images of a synthetic set: a fifth of its training images, but no more than this."""
 
@@ -56,17 +57,23 @@ def data_folder() -> Path:
     return Path(folder)
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that belongs to no data set."""
+    known = name == "digits" or name in LOADERS or WEB.fullmatch(name)
+    check(bool(known), f"data set is {name!r}, wanted one of {', '.join(NAMES)}")
+
+
 def named(name: str, seed: int = 0) -> Named:
     """The data set called ``name``; the seed splits the digits and makes the synthetic images."""
     if name == "digits":
         return Named(Digits("train", seed).listing(), Digits("test", seed).listing(), False)
-    web = re.fullmatch("web-([0-9]+)x([0-9]+)", name)
+    web = WEB.fullmatch(name)
     if web:
         samples, classes = map(int, web.groups())
         train = Web(samples, classes, seed=seed)
         test = replace(train, samples=min(max(1, samples // 5), MOST_TEST), split="test")
         return Named(train.listing(), test.listing(), True)
-    check(name in LOADERS, f"data set is {name!r}, wanted one of {', '.join(NAMES)}")
+    check_name(name)
     train_listing, test_listing = LOADERS[name](data_folder())
     assert train_listing.clean is not None
     return Named(train_listing, test_listing, bool((train_listing.labels != train_listing.clean).any()))

@@ -20,7 +20,7 @@ from fastgnl.errors import check
 from fastgnl.formats.listing import UNKNOWN
 from fastgnl.image_file import ImageFile
 from fastgnl.loader import Source
-from fastgnl.named import Named, features, named
+from fastgnl.named import Named, check_name, features, named
 from fastgnl.networks import MLP, SmallCNN
 from fastgnl.noise import asymmetric, class_matrix, instance_dependent, symmetric
 from fastgnl.noise_file import NoiseConfig, load_noise, make_noise
@@ -49,11 +49,8 @@ class Task(NamedTuple):
 def make_task(data: str, test: Path | None, noise: NoiseKind, rate: float, seed: int, folder: Path) -> Task:
     """``data``: a name (``fastgnl.named.NAMES``) or a .beton file, then with another for testing. ``noise``: what is
     done to right labels; "auto" leaves labels alone that are wrong already. ``folder`` keeps converted files."""
-    if data.endswith(".beton"):
-        check(test is not None, f"data is the file {data} without a test file, wanted one (--test FILE.beton)")
-        assert test is not None
-        return _images(Path(data), Path(test), noise, rate, seed, flip=True)
-    check(test is None, f"test is {test} for the data set {data}, which has its own test samples, wanted none")
+    if test is not None:
+        return _images(Path(data), test, noise, rate, seed, flip=True)
     if data == "digits" and noise in ("auto", "instance"):
         return digits(rate, seed)
     found = named(data, seed)
@@ -65,6 +62,23 @@ def make_task(data: str, test: Path | None, noise: NoiseKind, rate: float, seed:
     for path, listing in zip(paths, (found.train, found.test), strict=True):
         on_first_rank(lambda path=path, listing=listing: converted(listing, path))  # type: ignore[misc]
     return _images(paths[0], paths[1], noise, rate, seed, flip=data not in ("digits", "omniglot242"))
+
+
+def check_data(data: str, test: Path | None) -> None:
+    """Refuse what cannot be trained on, before workers are started for it."""
+    if not data.endswith(".beton"):
+        check(test is None, f"test is {test} for the data set {data}, which has its own test samples, wanted none")
+        check_name(data)
+        return
+    check(test is not None, f"data is the file {data} without a test file, wanted one (--test FILE.beton)")
+    assert test is not None
+    files = [Beton(path, verify=False) for path in (Path(data), test)]
+    for file in files:
+        check(file.kind == "image", f"{file.path} holds {file.kind}, wanted images")
+    check(
+        files[0].classes == files[1].classes,
+        f"{data} and {test} name different classes, wanted the same in both",
+    )
 
 
 def digits(rate: float, seed: int) -> Task:
@@ -121,13 +135,7 @@ def _features(title: str, data: Named, noise: NoiseKind, rate: float, seed: int)
 
 
 def _images(train: Path, test: Path, noise: NoiseKind, rate: float, seed: int, flip: bool) -> Task:
-    beton, test_beton = Beton(train, verify=False), Beton(test, verify=False)
-    for file in (beton, test_beton):
-        check(file.kind == "image", f"{file.path} holds {file.kind}, wanted images")
-    check(
-        beton.classes == test_beton.classes,
-        f"{train} and {test} name different classes, wanted the same in both",
-    )
+    beton = Beton(train, verify=False)
     known = beton.clean != UNKNOWN
     right = bool(known.all() and (beton.labels == beton.clean).all())
     kind = _resolved(noise, wrong_already=not right)

@@ -253,6 +253,8 @@ def read_quietly(path):
     [
         (("demo", "--seed", str(2**32)), "seed is 4294967296, wanted one below 2**32"),
         (("demo", "--out", "/proc/nowhere"), "cannot write /proc/nowhere/index.html"),
+        (("demo", "--data", "nothing"), "data set is 'nothing', wanted one of digits"),
+        (("demo", "--data", "photos.beton"), "data is the file photos.beton without a test file, wanted one"),
         (("demo", "--rate", "2"), "rate is 2.0, wanted a number from 0.01 to 0.9"),
         (("demo", "--workers", "0"), "workers is 0, wanted a whole number of at least 1"),
         (("demo", "--epochs", "1"), "epochs is 1, wanted a whole number of at least 2"),

@@ -174,7 +174,11 @@ def test_conversions_are_kept_until_the_listing_changes(tmp_path):
 @pytest.mark.parametrize(
     ("images", "options", "sentence"),
     [
-        ([b"x", b"y"], {}, r"image 0 cannot be read \(cannot identify image file"),
+        (
+            [b"x", b"y"],
+            {},
+            r"image 0 cannot be read \(no image, or of a kind that PIL does not know\), wanted a readable file",
+        ),
         ([b"x", b"y"], {"unreadable": "skip"}, "none of the 2 samples could be read"),
         ([np.zeros((2000, 2000, 3), np.uint8)] * 2, {"storage": Storage(mode="raw")}, "12,000,000 bytes when stored"),
         ([np.zeros((2, 70_000, 3), np.uint8)] * 2, {}, "70000 x 2 pixels, wanted sides below 65,536"),

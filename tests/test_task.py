@@ -10,7 +10,7 @@ from fastgnl.errors import InputError
 from fastgnl.formats.listing import UNKNOWN, Listing
 from fastgnl.formats.synthetic import Web
 from fastgnl.image_file import ImageFile
-from fastgnl.task import make_task
+from fastgnl.task import check_data, make_task
 
 
 def task(data, folder, test=None, noise="auto", rate=0.4):
@@ -93,4 +93,4 @@ def test_what_is_refused(tmp_path):
         (tmp_path / "a.beton", tmp_path / "no.beton", "does not exist, wanted a .beton file"),
     ):
         with pytest.raises(InputError, match=sentence):
-            task(data, tmp_path, test)
+            check_data(str(data), test)
