@@ -46,7 +46,9 @@ def ffcv_problem() -> str | None:
 
 @cache
 def _notice(text: str) -> None:
-    print(text, file=sys.stderr)
+    """One line, once, from one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 class ImageFile:
@@ -68,10 +70,7 @@ class ImageFile:
         check_choice("reader", reader, READERS)
         check_seed(seed)
         self.beton = Beton(Path(path))
-        check(
-            self.beton.kind == "image",
-            f"{path} holds {self.beton.kind}, wanted images",
-        )
+        check(self.beton.kind == "image", f"{path} holds {self.beton.kind}, wanted images")
         self.augment, self.seed = augment or Augment(), seed
         workers = torch.get_num_threads() if workers is None else workers
         check_count("workers", workers, 1)
@@ -94,8 +93,7 @@ class ImageFile:
         if self.reader_name == "ffcv":
             from fastgnl.ffcv_reader import FFCVReader
 
-            if os.environ.get("RANK", "0") == "0":
-                _notice("FFCV compiles its pipeline in the first epoch, once a run: some seconds")
+            _notice("FFCV compiles its pipeline in the first epoch, once a run: some seconds")
             self.reader = FFCVReader(self.beton, self.augment, self.output, workers, os_cache)
         else:
             self.reader = BuiltinReader(self.beton, self.augment, self.output, workers)
