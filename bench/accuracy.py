@@ -18,16 +18,19 @@ from tqdm import tqdm
 
 from fastgnl import GNLClassifier, with_transition
 from fastgnl.cli import run_worker
+from fastgnl.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.digits import noisy_digits
 from fastgnl.errors import check_count
+from fastgnl.evaluate import accuracy
 from fastgnl.loader import Loader
 from fastgnl.named import features, named
 from fastgnl.networks import MLP
 from fastgnl.noise import asymmetric, instance_dependent, symmetric
+from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples
 from fastgnl.task import digits as digits_task
-from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
+from fastgnl.trainer import train
 
 Name = Literal[
     "digits-cnn",

@@ -31,7 +31,8 @@ from fastgnl.images import encode_jpeg
 from fastgnl.loader import Loader
 from fastgnl.named import named
 from fastgnl.networks import SmallCNN
-from fastgnl.trainer import TrainConfig, train
+from fastgnl.optimise import TrainConfig
+from fastgnl.trainer import train
 
 Name = Literal["cifar10", "jpeg256", "digits"]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 import tyro
 
-from fastgnl import audit, convert, demo, doctor, noise_file
+from fastgnl import audit, convert, demo, doctor, noise_file, run_report
 from fastgnl.errors import InputError, check_count
 from fastgnl.files import check_writable
 from fastgnl.formats import EMBEDDED, FORMATS
@@ -121,6 +121,7 @@ Command = (
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[noise_file.NoiseConfig, tyro.conf.subcommand("noise")]
     | Annotated[Check, tyro.conf.subcommand("check")]
+    | Annotated[run_report.ReportConfig, tyro.conf.subcommand("report")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -176,6 +177,8 @@ def main(args: list[str] | None = None) -> None:
             noise_file.run(command)
         elif isinstance(command, Check):
             convert.check_file(command.file)
+        elif isinstance(command, run_report.ReportConfig):
+            run_report.run(command)
         else:
             doctor.run()
     except InputError as error:

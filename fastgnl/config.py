@@ -8,7 +8,7 @@ from fastgnl.kernels.backends import Backend
 from fastgnl.kernels.candidates import Coverage, PriorForm
 from fastgnl.kernels.terms import Direction, EStep, PriorKL
 
-Denominator = Literal["batch", "window", "dataset"]
+Denominator = Literal["batch", "window", "bank", "dataset"]
 Uncertainty = Literal["mixture", "random", "none"]
 LossSource = Literal["online", "eval"]
 TableDtype = Literal["float32", "float16", "bfloat16"]
@@ -26,9 +26,16 @@ class GNLConfig:
     direction: Direction = "y->x"
     """Which way data are generated, y->x or x->y; changes the E-step only."""
     denominator: Denominator = "batch"
-    """Where D_j comes from: the global batch, it and a window of batches, or the whole data set."""
+    """Where D_j comes from: the global batch, or it and a window of batches, a bank of a momentum encoder's rows, or
+    the whole data set."""
     window: int = 4
     """Batches in the sum with denominator="window", the live one included."""
+    bank: int = 4096
+    """Rows in the bank with denominator="bank", over all ranks; it is not used before it is full."""
+    momentum: float = 0.99
+    """Of the momentum encoder."""
+    mix: float = 1.0
+    """Weight of all but the live batch in D_j = live_j + mix * rest_j."""
     prior_kl: PriorKL = "reverse"
     """KL(r || q), KL(q || r), or the cross-entropy of p."""
     estep: EStep = "normalised"
@@ -54,6 +61,9 @@ class GNLConfig:
     table_dtype: TableDtype = "float32"
     """How M is stored. A step rounds to the nearest: the average stops moving once within 4% (bfloat16) or 0.5%
     (float16) of where it is going."""
+    top_k: int | None = None
+    """Keep only the so many largest entries of each row of M, as float16, the rest spread evenly: for N x C that does
+    not fit."""
     backend: Backend = "auto"
     """What computes a step: Triton on a GPU, native code on a CPU, plain PyTorch; "auto" takes the fastest there is."""
     seed: int = 0
@@ -65,6 +75,9 @@ class GNLConfig:
         check_choice("direction", self.direction, get_args(Direction))
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_count("window", self.window, 1)
+        check_count("bank", self.bank, 1)
+        check_range("momentum", self.momentum, 0, 1)
+        check_range("mix", self.mix, 0, 1e6)
         check_choice("prior_kl", self.prior_kl, get_args(PriorKL))
         check_choice("estep", self.estep, get_args(EStep))
         check(len(self.terms) > 0, f"terms is empty, wanted at least one of {', '.join(TERMS)}")
@@ -81,6 +94,12 @@ class GNLConfig:
         check_choice("prior_form", self.prior_form, get_args(PriorForm))
         check_choice("loss_source", self.loss_source, get_args(LossSource))
         check_choice("table_dtype", self.table_dtype, get_args(TableDtype))
+        if self.top_k is not None:
+            check_count("top_k", self.top_k, 1)
+            check(
+                self.top_k < self.num_classes,
+                f"top_k is {self.top_k} of {self.num_classes} classes, wanted fewer than there are",
+            )
         check_choice("backend", self.backend, get_args(Backend))
         check_seed(self.seed)
 

@@ -14,16 +14,20 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from fastgnl import report
-from fastgnl.distributed import is_distributed, process_group, rank, synchronise_batch_norm, world_size
+from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.distributed import process_group, rank, world_size
 from fastgnl.errors import check_choice, check_count, check_range, check_seed
+from fastgnl.evaluate import eval_losses, predict_proba
 from fastgnl.files import check_writable
 from fastgnl.formats.listing import UNKNOWN
 from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
 from fastgnl.objective import GNLObjective
+from fastgnl.optimise import TrainConfig
 from fastgnl.progress import Progress
+from fastgnl.tally import Epoch
 from fastgnl.task import NoiseKind, Task, check_data, make_task
-from fastgnl.trainer import CrossEntropy, Epoch, Objective, TrainConfig, eval_losses, predict_proba, train
+from fastgnl.trainer import Objective, train
 from fastgnl.transition import class_transition, with_transition
 
 NAMES = {"ce": "cross-entropy", "gnl": "GNL"}
@@ -92,16 +96,16 @@ def run_method(method: str, task: Task, config: DemoConfig) -> Result:
     torch.manual_seed(config.seed)
     backbone: Any = task.backbone()
     net = with_transition(backbone, backbone.num_features, C, transition_input="logits" if method == "gnl" else "none")
-    if is_distributed():
-        synchronise_batch_norm(net)
+    loader = Loader(task.train, seed=config.seed)
     objective: Objective = CrossEntropy()
     if method == "gnl":
-        objective = GNLObjective(N, C, warmup_epochs=min(10, config.epochs // 4), seed=config.seed)
+        warmup = min(10, config.epochs // 4)
+        objective = GNLObjective(N, C, ids=loader.shard(), warmup_epochs=warmup, seed=config.seed)
     with Progress(NAMES[method].ljust(13), N, config.epochs, enabled=rank() == 0) as progress:
         history = train(
             net,
             objective,
-            Loader(task.train, seed=config.seed),
+            loader,
             TrainConfig(epochs=config.epochs),
             task.test,
             progress.on_batch,

@@ -23,6 +23,15 @@ def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def device() -> torch.device:
+    """Where this rank computes: its own GPU, or the CPU."""
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
 LINGER = 0.05
 """Seconds. Gloo's threads outlive the group where DDP has used it, and one that still has to let go of a tensor
 when the interpreter ends aborts the process; asleep, this thread lets them."""
@@ -34,7 +43,10 @@ def process_group() -> Iterator[None]:
     if "RANK" not in os.environ:
         yield
         return
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    # Label counts, losses and checkpoints are on the CPU everywhere.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
         dist.barrier()

@@ -16,15 +16,18 @@ from torch import nn
 
 from fastgnl.config import Denominator
 from fastgnl.errors import check, check_choice, check_count, check_range
+from fastgnl.evaluate import eval_losses, predict_proba
 from fastgnl.kernels.terms import Direction, PriorKL
 from fastgnl.loader import Loader
 from fastgnl.mixture import noise_probability
 from fastgnl.networks import MLP
 from fastgnl.objective import GNLObjective
+from fastgnl.optimise import TrainConfig
 from fastgnl.pair import GNLPair
 from fastgnl.progress import Progress
 from fastgnl.samples import Samples
-from fastgnl.trainer import Epoch, TrainConfig, eval_losses, predict_proba, train
+from fastgnl.tally import Epoch
+from fastgnl.trainer import train
 from fastgnl.transition import PairNet, TransitionNet, class_transition, with_transition
 
 LEAST_STEPS = 600

@@ -113,11 +113,20 @@ class Loader:
             windows = order.page_windows(self.source.pages, self.pages_in_memory, self.seed, epoch)
         return order.shuffled(len(labels), self.batch_size, self.seed, epoch, self.drop_last, windows)
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """This rank's part of every batch of an epoch, augmented."""
+    def shard(self) -> Tensor:
+        """The ids of the samples that this rank visits, the same in every epoch, in ascending order."""
+        labels = self.source.labels
+        if self.order == "balanced":
+            lane, lanes = order.balanced_lanes(labels.numpy(), self.batch_size), self.batch_size
+        else:
+            lane, lanes = order.shuffled_lanes(len(labels), self.batch_size, self.drop_last)
+        return self.source.ids[order.rank_rows(lane, lanes, rank(), world_size())].sort().values
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """This rank's part of every batch of an epoch, augmented, from batch ``start`` on."""
         schedule = self.schedule(number)
-        sizes = (schedule >= 0).sum(0).tolist()
-        parts = order.columns(order.rank_lanes(schedule, rank(), world_size()))
+        sizes = (schedule >= 0).sum(0).tolist()[start:]
+        parts = order.columns(order.rank_lanes(schedule, rank(), world_size()))[start:]
         for rows, size, x in zip(parts, sizes, self.source.load(parts, number), strict=True):
             yield _batch(self.source, rows, x, size)
 

@@ -4,10 +4,14 @@ The EM runs on a histogram of the scaled losses, not on the losses: its cost doe
 number, and integer counts add up to the same bits in any order.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from fastgnl.distributed import is_distributed, sum_over_ranks_
 
 BINS = 1 << 16
 MAX_ITER = 20
@@ -77,29 +81,34 @@ def noise_probability(
     max_iter: int = MAX_ITER,
     tolerance: float = TOLERANCE,
     floor: float = VARIANCE_FLOOR,
+    of_all_ranks: bool = False,
 ) -> Tensor:
     """w_i: the responsibility of the component with the larger mean, float32 of the losses' shape.
 
     A loss that is not finite (a sample never visited) gets 0, and so does every sample when the losses say
-    nothing: all equal, or a component that holds none of them.
+    nothing: all equal, or a component that holds none of them. ``of_all_ranks``: the mixture is that of the losses of
+    all ranks, each of which has its own part.
     """
     w = torch.zeros_like(losses, dtype=torch.float32)
     finite = torch.isfinite(losses)
     known = losses if bool(finite.all()) else losses[finite]
-    if known.numel() < 2:
-        return w
-    low, high = known.aminmax()
+    ends = torch.stack([-known.min(), known.max()]) if known.numel() else known.new_full((2,), -math.inf)
+    if of_all_ranks and is_distributed():
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+    low, high = -ends[0], ends[1]
     if not bool(high - low > SAME * high.abs()):
         return w
     scaled = (known - low) / (high - low)
     bins = (scaled * BINS).to(torch.int32).clamp(max=BINS - 1)
     count = torch.bincount(bins, minlength=BINS)
+    if of_all_ranks:
+        sum_over_ranks_(count)
     used = count.nonzero().squeeze(1)
     if len(used) < 2:
         return w
     centre = (used.to(torch.float64) + 0.5) / BINS
     mixture = fit_mixture(centre, count[used].to(torch.float64), max_iter, tolerance, floor)
-    if not bool(torch.isfinite(torch.cat(mixture)).all()) or float(mixture.weight.min()) * len(known) < 0.5:
+    if not bool(torch.isfinite(torch.cat(mixture)).all()) or float(mixture.weight.min()) * int(count.sum()) < 0.5:
         return w
     w[finite] = _responsibility(mixture, scaled.to(torch.float32))
     return w

@@ -18,6 +18,27 @@ def num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
+def shuffled_lanes(num_samples: int, batch_size: int, drop_last: bool) -> tuple[NDArray[np.int64], int]:
+    """The lane of each row for the whole run, and how many there are."""
+    count = num_batches(num_samples, batch_size, drop_last)
+    check(
+        count > 0, f"drop_last leaves no batch of {batch_size} from {num_samples} samples, wanted a smaller batch_size"
+    )
+    lanes = batch_size if drop_last else -(-num_samples // count)
+    return np.arange(num_samples) % lanes, lanes
+
+
+def balanced_lanes(labels: NDArray[np.int64], batch_size: int) -> NDArray[np.int64]:
+    """The same for balanced batches, which have ``batch_size`` lanes: each class is dealt out to them in turn."""
+    check(
+        len(labels) >= batch_size,
+        f"balanced batches of {batch_size} were asked of {len(labels)} samples, wanted as many",
+    )
+    lane = np.empty(len(labels), np.int64)
+    lane[np.argsort(labels, kind="stable")] = np.arange(len(labels)) % batch_size
+    return lane
+
+
 def shuffled(
     num_samples: int,
     batch_size: int,
@@ -30,12 +51,8 @@ def shuffled(
 
     ``drop_last``: full batches only; what remains is another part in each epoch. ``windows`` [N]: numbers to visit in
     ascending order."""
+    lane, lanes = shuffled_lanes(num_samples, batch_size, drop_last)
     count = num_batches(num_samples, batch_size, drop_last)
-    check(
-        count > 0, f"drop_last leaves no batch of {batch_size} from {num_samples} samples, wanted a smaller batch_size"
-    )
-    lanes = batch_size if drop_last else -(-num_samples // count)
-    lane = np.arange(num_samples) % lanes
     keys = [np.random.default_rng([seed, epoch]).random(num_samples), lane]
     if windows is not None:
         keys.insert(1, windows)
@@ -69,14 +86,7 @@ def balanced(labels: NDArray[np.int64], batch_size: int, count: int, seed: int, 
     """
     classes = np.unique(labels)
     C = len(classes)
-    check(
-        len(labels) >= batch_size,
-        f"balanced batches of {batch_size} were asked of {len(labels)} samples, wanted as many",
-    )
-    label = np.searchsorted(classes, labels)
-    by_class = np.argsort(label, kind="stable")
-    lane = np.empty(len(labels), np.int64)
-    lane[by_class] = np.arange(len(labels)) % batch_size
+    label, lane = np.searchsorted(classes, labels), balanced_lanes(labels, batch_size)
     rng = np.random.default_rng([seed, epoch])
     order = np.lexsort((rng.random(len(labels)), label, lane))
     sizes = np.bincount(lane * C + label, minlength=batch_size * C).reshape(batch_size, C)
@@ -106,6 +116,12 @@ def rank_lanes(schedule: NDArray[np.int64], rank: int, ranks: int) -> NDArray[np
         f"a batch of {rows} rows was split over {ranks} ranks, wanted a row for each",
     )
     return part
+
+
+def rank_rows(lane: NDArray[np.int64], lanes: int, rank: int, ranks: int) -> NDArray[np.int64]:
+    """The rows that one rank visits in every epoch, of all rows' lanes."""
+    mine = np.array_split(np.arange(lanes), ranks)[rank]
+    return np.flatnonzero(np.isin(lane, mine))
 
 
 def columns(schedule: NDArray[np.int64]) -> list[NDArray[np.int64]]:

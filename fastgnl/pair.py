@@ -1,5 +1,6 @@
 """``GNLPair``: two networks that teach each other."""
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -11,6 +12,11 @@ from fastgnl.errors import check
 from fastgnl.objective import GNLObjective, Terms
 
 
+def _named(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The states of both, told apart by a number before each name."""
+    return {f"{i} {name}": value for i, state in enumerate(states) for name, value in state.items()}
+
+
 class GNLPair(nn.Module):
     """Two networks trained together (METHOD section 8), each with its own M and w.
 
@@ -18,10 +24,10 @@ class GNLPair(nn.Module):
     other estimated, and both coverage labels are in either candidate set.
     """
 
-    def __init__(self, num_samples: int, num_classes: int, **options: object) -> None:
+    def __init__(self, num_samples: int, num_classes: int, *, ids: Tensor | None = None, **options: object) -> None:
         super().__init__()
         self.objectives = nn.ModuleList(
-            GNLObjective(num_samples, num_classes, network=network, **options) for network in range(2)
+            GNLObjective(num_samples, num_classes, ids=ids, network=network, **options) for network in range(2)
         )
 
     @property
@@ -32,7 +38,15 @@ class GNLPair(nn.Module):
         first, second = self.objectives
         return cast(GNLObjective, first), cast(GNLObjective, second)
 
-    def forward(self, z: Tensor, t: Tensor, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
+    def forward(
+        self,
+        z: Tensor,
+        t: Tensor,
+        labels: Tensor,
+        index: Tensor,
+        clean: Tensor | None = None,
+        momentum: Tensor | None = None,
+    ) -> Terms:
         """The sum of the two losses; the other terms are means of the two."""
         for name, given in (("z", z), ("t", t)):
             check(given.dim() >= 3 and len(given) == 2, f"{name} has shape {tuple(given.shape)}, wanted (2, B, C)")
@@ -43,7 +57,16 @@ class GNLPair(nn.Module):
         with torch.no_grad():
             coverage = None if self.config.coverage == "none" else [m.coverage_labels(index) for m in members]
         a, b = (
-            member(z[i], t[i], labels, index, clean, coverage=coverage or [], w=other.w_N)
+            member(
+                z[i],
+                t[i],
+                labels,
+                index,
+                clean,
+                None if momentum is None else momentum[i],
+                coverage=coverage or [],
+                w=other.w_N,
+            )
             for i, (member, other) in enumerate(zip(members, members[::-1], strict=True))
         )
         return Terms(
@@ -65,6 +88,28 @@ class GNLPair(nn.Module):
     @property
     def wants_losses(self) -> bool:
         return self._members()[0].wants_losses
+
+    @property
+    def wants_momentum(self) -> float | None:
+        return self._members()[0].wants_momentum
+
+    def check_owns(self, ids: Tensor) -> None:
+        self._members()[0].check_owns(ids)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        return _named(member.shared_state() for member in self._members())
+
+    def shard_state(self) -> dict[str, Tensor]:
+        return _named(member.shard_state() for member in self._members())
+
+    def load_shards(self, shards: Iterable[dict[str, Tensor]]) -> None:
+        kept = list(shards)
+        for i, member in enumerate(self._members()):
+            mark = f"{i} "
+            member.load_shards(
+                {name.removeprefix(mark): value for name, value in shard.items() if name.startswith(mark)}
+                for shard in kept
+            )
 
     @property
     def w_N(self) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib import image
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -22,6 +23,11 @@ from fastgnl.files import written
 
 CE_COLOUR, GNL_COLOUR, QUIET = "#c2410c", "#1d4ed8", "#64748b"
 TERM_COLOURS = ("#1d4ed8", "#0d9488", "#a16207")
+RUN_COLOURS = (
+    *("#1d4ed8", "#c2410c", "#15803d", "#9333ea", "#0891b2", "#be123c"),
+    *("#a16207", "#475569", "#db2777", "#65a30d", "#7c2d12", "#38bdf8"),
+)
+"""To tell many curves apart; the first are the most distinct."""
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #0f172a; max-width: 62rem; margin: 2.5rem auto; padding: 0 1rem; }
@@ -33,17 +39,48 @@ th { font-weight: 600; color: #475569; } th:first-child, td:first-child { text-a
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.2rem, 1fr)); gap: .9rem; }
 .tile img { width: 100%; image-rendering: pixelated; border-radius: .3rem; display: block; }
 .tile { font-size: .82rem; line-height: 1.35; color: #475569; } .tile b { color: #0f172a; }
+.wide { overflow-x: auto; font-size: .82rem; } .wide th, .wide td { padding: .35rem .45rem; vertical-align: bottom; }
+.wide td { white-space: nowrap; }
+.wide td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; padding-left: 1.55rem;
+  text-indent: -1.55rem; } .wide .key { text-indent: 0; }
+.legend { position: sticky; top: 0; background: #fffffff0; display: flex; flex-wrap: wrap; gap: .15rem 1.3rem;
+  padding: .5rem 0; border-bottom: 1px solid #e2e8f0; font-size: .88rem; overflow-wrap: anywhere; }
+.key { display: inline-block; width: 1.1rem; height: .3rem; border-radius: .15rem; margin-right: .45rem; flex: none;
+  vertical-align: middle; }
 footer { margin-top: 3rem; color: #64748b; font-size: .85rem; }
 """
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table."""
+def run_colour(i: int) -> str:
+    """The colour of the i-th of many curves; after all of them they come again, paler."""
+    paler = 0.5 ** (i // len(RUN_COLOURS))
+    red, green, blue = (1 - (1 - part) * paler for part in to_rgb(RUN_COLOURS[i % len(RUN_COLOURS)]))
+    return to_hex((red, green, blue))
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return "<table>" + line(header, "th") + "".join(line(row, "td") for row in rows) + "</table>"
+def _key(colour: str) -> str:
+    return f'<span class="key" style="background:{colour}"></span>'
+
+
+def legend(names: Sequence[str], colours: Sequence[str]) -> str:
+    """Names of curves beside their colours, in sight as long as the charts that follow are."""
+    entries = (f"<span>{_key(c)}{html.escape(name)}</span>" for name, c in zip(names, colours, strict=True))
+    return f'<div class="legend">{"".join(entries)}</div>'
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> str:
+    """An HTML table, with a colour before each row if given."""
+
+    def line(cells: Sequence[str], tag: str, key: str = "") -> str:
+        return f"<tr><{tag}>{key}" + f"</{tag}><{tag}>".join(map(html.escape, cells)) + f"</{tag}></tr>"
+
+    keys = [_key(colour) for colour in colours] or [""] * len(rows)
+    return (
+        "<table>"
+        + line(header, "th")
+        + "".join(line(row, "td", key) for row, key in zip(rows, keys, strict=True))
+        + "</table>"
+    )
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

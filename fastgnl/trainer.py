@@ -2,60 +2,25 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from fastgnl.distributed import is_distributed, sum_over_ranks, world_size
-from fastgnl.errors import check, check_count, check_range
-from fastgnl.loader import Batch, Loader, Source, once
+from fastgnl.distributed import device, is_distributed, rank, synchronise_batch_norm
+from fastgnl.engine import make_engine, trained
+from fastgnl.errors import InputError
+from fastgnl.evaluate import accuracy, eval_losses
+from fastgnl.kernels.backends import notice
+from fastgnl.loader import Batch, Loader, Source
+from fastgnl.momentum import MomentumEncoder
 from fastgnl.objective import Terms
+from fastgnl.optimise import TrainConfig, learning_rate
+from fastgnl.run import Parts, Position, Run, RunConfig, leave, told_to_stop
+from fastgnl.tally import Epoch, Tally
 from fastgnl.transition import PairNet, TransitionNet
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to optimise. The defaults are the paper's for small images."""
-
-    epochs: int = 40
-    lr: float = 0.02
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    decay_at: float = 2 / 3
-    """The learning rate drops to a tenth after this share of the epochs."""
-
-    def __post_init__(self) -> None:
-        check_count("epochs", self.epochs, 1)
-        check_range("lr", self.lr, 0, 100)
-        check_range("momentum", self.momentum, 0, 1)
-        check_range("weight_decay", self.weight_decay, 0, 1)
-        check_range("decay_at", self.decay_at, 0, 1)
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch showed, over all ranks. Shares are in [0, 1]; NaN where the clean labels are not known."""
-
-    number: int
-    seconds: float
-    """Of training, the refit of w included, evaluation not."""
-    wait: float
-    """The share of them that this rank waited for data."""
-    loss: float
-    ce: float
-    prior: float
-    estep: float
-    coverage: float
-    """Share of the candidate sets that hold the clean label."""
-    clean_size: float
-    """Mean |S_i| of the samples whose given label is right ..."""
-    noisy_size: float
-    """... and of those where it is wrong: the paper's clean- and noisy-label uncertainty."""
-    test_accuracy: float | None
 
 
 class Objective(Protocol):
@@ -66,49 +31,164 @@ class Objective(Protocol):
         """Whether ``end_epoch`` needs the losses of an eval-mode pass now."""
         ...
 
+    @property
+    def wants_momentum(self) -> float | None:
+        """The momentum of the encoder whose logits it wants, if any."""
+        ...
+
     def train(self) -> object: ...
 
-    def __call__(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor, clean: Tensor | None) -> Terms: ...
+    def to(self, device: torch.device) -> object: ...
+
+    def __call__(
+        self,
+        z: Tensor,
+        t: Tensor | None,
+        labels: Tensor,
+        index: Tensor,
+        clean: Tensor | None,
+        momentum: Tensor | None = None,
+    ) -> Terms: ...
 
     def end_epoch(self, losses: Tensor | None = None) -> None: ...
 
+    def check_owns(self, ids: Tensor) -> None:
+        """Refuse to train on the samples of this rank where their state is not kept here."""
+        ...
 
-class CrossEntropy(nn.Module):
-    """The baseline -log q_i[y_i], called like ``GNLObjective``."""
+    def shared_state(self) -> dict[str, Tensor]:
+        """The state that is equal on all ranks; what is written to its tensors is taken over."""
+        ...
 
-    wants_losses = False
+    def shard_state(self) -> dict[str, Tensor]:
+        """The state of the samples of this rank."""
+        ...
 
-    def forward(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor, clean: Tensor | None = None) -> Terms:
-        loss_B = nn.functional.cross_entropy(z, labels, reduction="none")
-        rows = sum_over_ranks(loss_B.new_full((1,), len(loss_B)))
-        mean = loss_B.detach().mean()
-        return Terms(
-            loss_B.sum() * (world_size() / rows.squeeze()),
-            torch.stack([mean, torch.zeros_like(mean), torch.zeros_like(mean)]),
-            loss_B.detach(),
-            torch.ones_like(labels),
-            None if clean is None else labels == clean,
-        )
-
-    def end_epoch(self, losses: Tensor | None = None) -> None:
-        pass
+    def load_shards(self, shards: Iterable[dict[str, Tensor]]) -> None:
+        """Pick the state of this rank's samples out of what any number of ranks have kept."""
+        ...
 
 
-class _Waited:
-    """An iterator that counts the seconds spent waiting for its next item."""
+def _seed_step(seed: int, step: int) -> None:
+    """The key of dropout and the like: a run that is resumed draws the same without generators being kept."""
+    torch.manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank() * 0x94D049BB133111EB) % 2**63)
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self.batches = batches
-        self.seconds = 0.0
 
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            start = time.perf_counter()
-            batch = next(self.batches, None)
-            self.seconds += time.perf_counter() - start
-            if batch is None:
-                return
+def _timed(batches: Iterator[Batch], at: Position) -> Iterator[Batch]:
+    """The batches, with the seconds of each added up: those waited for it, and those until the next is asked for."""
+    while True:
+        start = time.perf_counter()
+        batch = next(batches, None)
+        waited = time.perf_counter()
+        at.waited += waited - start
+        if batch is not None:
             yield batch
+        at.seconds += time.perf_counter() - start
+        if batch is None:
+            return
+
+
+def _prepare(net: TransitionNet | PairNet, objective: Objective, loader: Loader, config: TrainConfig) -> None:
+    """Put the network and the label state where this rank computes."""
+    if is_distributed():
+        synchronise_batch_norm(net)
+        objective.check_owns(loader.shard())
+    net.to(device())
+    if config.channels_last:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.compile:
+        for part in net.nets if isinstance(net, PairNet) else [net]:
+            part.backbone.compile()
+    objective.to(device())
+    objective.train()
+    if config.accumulate > 1 and rank() == 0 and hasattr(objective, "config"):
+        notice(f"gradients of {config.accumulate} batches make a step; each batch has denominators of its own")
+
+
+def _moved(batch: Batch, config: TrainConfig) -> Batch:
+    """A batch on this rank's device."""
+    place = device()
+    x = batch.x.to(place, non_blocking=True)
+    if config.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    clean = None if batch.clean is None else batch.clean.to(place)
+    return Batch(x, batch.labels.to(place), batch.index.to(place), clean, batch.global_rows)
+
+
+class _Stepper:
+    """Carries out steps: the network in its engine, the objective, the momentum encoder where it wants one."""
+
+    def __init__(self, net: TransitionNet | PairNet, objective: Objective, loader: Loader, config: TrainConfig) -> None:
+        self.net, self.objective, self.config = net, objective, config
+        self.seed, self.per_epoch = loader.seed, len(loader)
+        momentum = objective.wants_momentum
+        self.encoder = MomentumEncoder(net, momentum).to(device()) if momentum else None
+        self.engine = make_engine(net, config)
+        self.bad = 0
+        """Steps in a row that were skipped."""
+
+    def rate(self, at: Position) -> float:
+        return learning_rate(self.config, at.epoch + at.batch / self.per_epoch)
+
+    def __call__(self, batch: Batch, at: Position) -> Terms:
+        """Add the gradient of a batch; with the last of its group, take the step."""
+        lr, first = self.rate(at), at.batch // self.config.accumulate * self.config.accumulate
+        group = min(self.config.accumulate, self.per_epoch - first)
+        at.step, at.batch = at.step + 1, at.batch + 1
+        at.between = at.batch - first < group
+        _seed_step(self.seed, at.step)
+        z, t = self.engine(batch.x, batch.index)
+        slow = None if self.encoder is None else self.encoder(batch.x, batch.index)
+        clean = None if batch.clean is None else batch.clean.clamp(min=0)
+        terms = self.objective(z, t, batch.labels, batch.index, clean, slow)
+        # A loss that is not finite makes every gradient so: all ranks see it, and skip the step together.
+        share = torch.where(terms.loss.detach().isfinite(), 1 / group, math.nan)
+        self.engine.backward(terms.loss * share, last=not at.between)
+        if not at.between:
+            self._step(lr, batch, terms, at)
+        return terms
+
+    def _step(self, lr: float, batch: Batch, terms: Terms, at: Position) -> None:
+        if self.engine.step(lr):
+            at.taken, self.bad = at.taken + 1, 0
+            if self.encoder is not None:
+                self.encoder.follow(self.net, at.taken)
+            return
+        at.skipped, self.bad = at.skipped + 1, self.bad + 1
+        if self.bad >= self.config.patience:
+            raise InputError(_diagnosis(self.net, terms, batch, self.config, at.step))
+
+
+def _finite(name: str, values: Iterable[Tensor]) -> str:
+    bad = sum(int((~value.isfinite()).sum()) for value in values if value.is_floating_point())
+    return f"{name} hold {bad} values that are not finite" if bad else f"{name} are finite"
+
+
+def _diagnosis(net: TransitionNet | PairNet, terms: Terms, batch: Batch, config: TrainConfig, step: int) -> str:
+    """Why training stops: what was not finite on this rank."""
+    ce, prior, estep = terms.means[:3].tolist()
+    return (
+        f"the loss or its gradient was not finite in {config.patience} steps in a row, up to step {step}: loss "
+        f"{float(terms.loss.detach()):.4g} (ce {ce:.4g}, prior {prior:.4g}, estep {estep:.4g}), "
+        f"{_finite('inputs', [batch.x])}, {_finite('weights', (weight for _, weight in trained(net)))}; wanted a lower lr (it is {config.lr:g}), a "
+        "clip, or scaled inputs (checkpoints are those of before)"
+    )
+
+
+def _facts(loader: Loader, objective: Objective) -> dict[str, Any]:
+    """What a run that goes on must have in common with the one that was begun."""
+    facts = {
+        "samples": len(loader.source.labels),
+        "batch_size": loader.batch_size,
+        "seed": loader.seed,
+        "order": loader.order,
+        "batches": len(loader),
+        "objective": type(objective).__name__,
+    }
+    config = getattr(objective, "config", None)
+    if config is not None:
+        facts |= {name: value for name, value in asdict(config).items() if name != "backend"}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
 
 def train(
@@ -117,117 +197,45 @@ def train(
     loader: Loader,
     config: TrainConfig,
     test: Source | None = None,
-    on_batch: Callable[[int], None] | None = None,
+    on_batch: Callable[[int, dict[str, float] | None], None] | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
+    run: RunConfig | None = None,
 ) -> list[Epoch]:
-    """SGD over the epochs of ``config``. ``on_batch`` is told the rows of each global batch."""
-    model = DistributedDataParallel(net) if is_distributed() else net
-    optimizer = torch.optim.SGD(
-        net.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-    )
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(config.epochs * config.decay_at)], 0.1)
-    objective.train()
-    history = []
-    for number in range(config.epochs):
-        net.train()
-        start = time.perf_counter()
-        tally = _Tally()
-        batches = _Waited(loader.epoch(number))
-        for batch in batches:
-            z, t = model(batch.x, batch.index)
-            clean = None if batch.clean is None else batch.clean.clamp(min=0)
-            terms = objective(z, t, batch.labels, batch.index, clean)
-            optimizer.zero_grad()
-            terms.loss.backward()
-            optimizer.step()
-            tally.add(terms, batch)
-            if on_batch:
-                on_batch(batch.global_rows)
-        objective.end_epoch(eval_losses(net, loader.source) if objective.wants_losses else None)
-        schedule.step()
-        seconds = time.perf_counter() - start
-        test_accuracy = None if test is None else accuracy(net, test)
-        history.append(tally.epoch(number, seconds, batches.seconds / seconds, test_accuracy))
-        check(
-            math.isfinite(history[-1].loss),
-            f"the loss became {history[-1].loss} in epoch {number + 1}, wanted a finite one: lower lr (it is "
-            f"{config.lr:g}) or scale the inputs",
-        )
-        if on_epoch:
-            on_epoch(history[-1])
+    """Train for the epochs of ``config``, or what is left of them where the folder of ``run`` holds a checkpoint.
+
+    ``on_batch`` is told the rows of each global batch and, now and then, this rank's loss and its terms."""
+    _prepare(net, objective, loader, config)
+    stepper = _Stepper(net, objective, loader, config)
+    parts = Parts(net, stepper.engine, objective, stepper.encoder)
+    with told_to_stop() as told, Run(run, parts, _facts(loader, objective)) as kept:
+        at, tally = kept.resume()
+        if on_batch and at.step:
+            on_batch(at.step * len(loader.source.labels) // len(loader), None)
+        while at.epoch < config.epochs:
+            net.train()
+            for batch in _timed(loader.epoch(at.epoch, at.batch), at):
+                lr = stepper.rate(at)
+                batch = _moved(batch, config)
+                terms = stepper(batch, at)
+                tally.add(terms, batch)
+                shown = kept.watch(terms, batch, at, lr)
+                if on_batch:
+                    on_batch(batch.global_rows, shown)
+                if at.between or stepper.bad:
+                    continue
+                if told.anyone(at.step):
+                    kept.save(at, tally)
+                    leave(at.step, run is not None)
+                if kept.due(at.step) and at.batch < len(loader):
+                    kept.save(at, tally)
+            start = time.perf_counter()
+            objective.end_epoch(eval_losses(net, loader.source) if objective.wants_losses else None)
+            at.seconds += time.perf_counter() - start
+            kept.end_epoch(at, tally, lr, None if test is None else accuracy(net, test))
+            tally = Tally()
+            if not stepper.bad:
+                kept.save(at, tally)
+            if on_epoch:
+                on_epoch(at.history[-1])
     net.eval()
-    return history
-
-
-class _Tally:
-    """Sums over the rows of an epoch, added over the ranks at its end."""
-
-    def __init__(self) -> None:
-        self.rows: list[Tensor] = []
-
-    def add(self, terms: Terms, batch: Batch) -> None:
-        size = terms.set_size.to(torch.float64)
-        # terms.loss is weighted for DDP's average over ranks, the three terms are means over this rank's rows.
-        rows = size.new_tensor([batch.global_rows / world_size(), len(size), len(size), len(size)])
-        means = torch.cat([terms.loss.detach()[None], terms.means[:3]]).double() * rows
-        if batch.clean is None or terms.covered is None:
-            known = means.new_zeros(5)
-        else:
-            right = (batch.labels == batch.clean).double()
-            wrong = (batch.clean >= 0).double() - right
-            covered = terms.covered * (right + wrong)
-            known = torch.stack([covered.sum(), (size * right).sum(), right.sum(), (size * wrong).sum(), wrong.sum()])
-        self.rows.append(torch.cat([means.new_full((1,), len(size)), means, known]))
-
-    def epoch(self, number: int, seconds: float, wait: float, test_accuracy: float | None) -> Epoch:
-        rows, loss, ce, prior, estep, covered, clean_size, clean, noisy_size, noisy = sum_over_ranks(
-            torch.stack(self.rows).sum(0)
-        ).tolist()
-        return Epoch(
-            number,
-            seconds,
-            wait,
-            loss / rows,
-            ce / rows,
-            prior / rows,
-            estep / rows,
-            covered / (clean + noisy) if clean + noisy else float("nan"),
-            clean_size / clean if clean else float("nan"),
-            noisy_size / noisy if noisy else float("nan"),
-            test_accuracy,
-        )
-
-
-@torch.no_grad()
-def predict_proba(net: TransitionNet | PairNet, samples: Source) -> Tensor:
-    """q of every sample in eval mode, by sample id, [N, C]; the ranks share the work."""
-    net.eval()
-    q_NC = torch.zeros(len(samples.labels), net.num_classes, dtype=next(net.parameters()).dtype)
-    for batch in once(samples):
-        q_NC[batch.index] = net.predict_proba(batch.x).cpu()
-    return sum_over_ranks(q_NC)
-
-
-@torch.no_grad()
-def accuracy(net: TransitionNet | PairNet, samples: Source) -> float:
-    """Share of the samples whose label is the argmax of q; the ranks share the work."""
-    net.eval()
-    right = torch.zeros(1, dtype=torch.float64)
-    for batch in once(samples):
-        right += (net.predict_proba(batch.x).argmax(1).cpu() == batch.labels).sum()
-    return float(sum_over_ranks(right)) / len(samples.labels)
-
-
-@torch.no_grad()
-def eval_losses(net: TransitionNet | PairNet, samples: Source) -> Tensor:
-    """-log q_i[y_i] of every sample in eval mode, by sample id, [N], or [2, N] of two networks."""
-    net.eval()
-    count = 2 if isinstance(net, PairNet) else 1
-    losses = torch.zeros(count, len(samples.labels))
-    for batch in once(samples):
-        z, _ = net(batch.x)
-        l = torch.log_softmax(z, -1).view(count, -1, net.num_classes)
-        given = batch.labels.expand(count, -1)[..., None]
-        losses[:, batch.index] = -l.gather(-1, given).squeeze(-1).float().cpu()
-    losses = sum_over_ranks(losses)
-    return losses if isinstance(net, PairNet) else losses[0]
+    return at.history

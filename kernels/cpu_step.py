@@ -12,7 +12,7 @@ from fastgnl.kernels import cpu
 from fastgnl.kernels.step import Options, Step
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-VARYING, STEADY = struct.Struct("7q 27P 9q 2d"), struct.Struct("9q q 4d")
+VARYING, STEADY = struct.Struct("7q 27P 9q 2d"), struct.Struct("9q q 5d")
 """The two halves of struct Step in step.cpp; every field takes eight bytes."""
 
 
@@ -21,7 +21,7 @@ def steady(options: Options) -> bytes:
     """The options' half of the arguments."""
     o = options
     codes = (o.cap, o.cover_mode, o.random_labels, o.additive, o.x_to_y, o.prior_kl, o.power, o.network)
-    return STEADY.pack(o.warmup_epochs, *codes, o.seed, o.beta, *o.weights)
+    return STEADY.pack(o.warmup_epochs, *codes, o.seed, o.beta, o.mix, *o.weights)
 
 
 def native(s: Step) -> bytes:
@@ -41,12 +41,12 @@ def native(s: Step) -> bytes:
         t.data_ptr(),
         state.table.data_ptr(),
         s.labels.data_ptr(),
-        s.index.data_ptr(),
+        s.ids.data_ptr(),
+        s.slots.data_ptr(),
         0 if s.clean is None else s.clean.data_ptr(),
         0 if s.cover is None else s.cover.data_ptr(),
         s.w.data_ptr(),
         state.loss_N.data_ptr(),
-        state.visited.data_ptr(),
         state.now.data_ptr(),
         state.epoch.data_ptr(),
         0 if state.column_sum is None else state.column_sum.data_ptr(),
@@ -79,7 +79,7 @@ def native(s: Step) -> bytes:
 
 
 def check(s: Step) -> None:
-    """Labels and ids in range, no sample twice."""
+    """Labels and slots in range, no sample twice."""
     s.native = native(s)
     value = ctypes.c_int64()
     fault = cpu.library().fastgnl_check(s.native, value)

@@ -4,7 +4,7 @@
 // terms.py (loss terms), closed_form.py (gradients). Symbols and equations are theirs. Random words, coverage
 // labels and candidate sets equal theirs to the last bit; sums and exponentials agree to float32 rounding.
 //
-// Axes: B rows of this rank, C classes, K draws, N samples, R rows of the window. A row in scratch memory is
+// Axes: B rows of this rank, C classes, K draws, N samples it keeps, R rows of the window. A row in scratch memory is
 // padded to whole vectors, so that only reading and writing a row knows of tails.
 //
 // Results do not depend on the number of threads: rows are cut into chunks by B alone, and what is summed over
@@ -37,12 +37,12 @@ struct Step {
     const void* t;           // [B, K, C], z_dtype, strides t_stride_b and t_stride_k
     void* M;                 // [N, C], table_dtype
     const int64_t* labels;   // [B]
-    const int64_t* index;    // [B]
+    const int64_t* ids;      // [B]: of the samples, for random words only
+    const int64_t* slots;    // [B]: the samples' rows of M, w and loss_N
     const int64_t* clean;    // [B] or null
     const int64_t* cover;    // [X, B] or null: coverage labels given (cover_mode 3)
     const float* w;          // [N]
     float* loss_N;           // [N]
-    uint8_t* visited_N;      // [N]
     int64_t* step;           // [1]
     const int64_t* epoch;    // [1]
     float* column_sum_C;     // [C] or null
@@ -65,7 +65,7 @@ struct Step {
     double world, rows;
     int64_t warmup_epochs, cap, cover_mode, random_labels, additive, direction, prior_kl, power, network;
     uint64_t seed;
-    double beta, weight_ce, weight_prior, weight_estep;
+    double beta, mix, weight_ce, weight_prior, weight_estep;
 };
 
 #define ALWAYS_INLINE __attribute__((always_inline)) inline
@@ -800,7 +800,7 @@ inline const float* next_z(const Step& s, int64_t i) {
 }
 
 inline const float* table_row(const Step& s, int64_t i, Scratch& scratch) {
-    return wide_row(at(s.M, s.index[i] * s.C, s.table_dtype), s.table_dtype, s.C, 0.0f, scratch.table);
+    return wide_row(at(s.M, s.slots[i] * s.C, s.table_dtype), s.table_dtype, s.C, 0.0f, scratch.table);
 }
 
 inline F lane_maximum(const float* x, int64_t end) {
@@ -878,16 +878,18 @@ struct Denominator {
     }
 };
 
-// D_j = live_j, + the window's rows, or + the table's column sum without this batch's stale rows.
+// The table's column sum without this batch's stale rows, or the sum of the window's rows.
+inline float detached(const Step& s, int64_t j) {
+    if (s.dataset) return std::max(s.column_sum_C[j] - s.sums[s.C + j], 0.0f);
+    float window = 0.0f;
+    for (int64_t r = 0; r < s.R; ++r) window += s.window_RC[r * s.C + j];
+    return window;
+}
+
+// D_j = live_j + mix * detached_j, or as given.
 inline void write_denominator(const Step& s) {
     for (int64_t j = 0; j < s.C; ++j) {
-        float D = s.live ? s.sums[j] : s.given_D ? s.given_D[j] : 1.0f;
-        if (s.live && s.dataset) D += std::max(s.column_sum_C[j] - s.sums[s.C + j], 0.0f);
-        if (s.live && s.window_RC) {
-            float window = 0.0f;
-            for (int64_t r = 0; r < s.R; ++r) window += s.window_RC[r * s.C + j];
-            D += window;
-        }
+        const float D = s.live ? s.sums[j] + (float)s.mix * detached(s, j) : s.given_D ? s.given_D[j] : 1.0f;
         s.D[j] = D + TINY;
     }
 }
@@ -905,15 +907,15 @@ inline Named named_labels(const Step& s, int64_t i, int64_t own_label) {
     return named;
 }
 
-inline int64_t random_count(const Step& s, const Keys& keys, int64_t id, int64_t step, int64_t free) {
+inline int64_t random_count(const Step& s, const Keys& keys, int64_t i, int64_t step, int64_t free) {
     if (!s.random_labels) return 0;
     if (*s.epoch < s.warmup_epochs) {
         const int64_t most = s.cap < 0 ? s.C - 3 : std::min(s.C - 3, s.cap - 1);
-        const uint64_t word = first_word(keys, id, step, (uint32_t)(WARMUP + 16 * s.network));
+        const uint64_t word = first_word(keys, s.ids[i], step, (uint32_t)(WARMUP + 16 * s.network));
         return std::min(free, (int64_t)((word * (uint64_t)(std::max<int64_t>(most, 0) + 1)) >> 32));
     }
     const int64_t most = s.cap < 0 ? free : std::min(free, s.cap);
-    const float k = std::nearbyint(s.w[id] * (float)most);
+    const float k = std::nearbyint(s.w[s.slots[i]] * (float)most);
     return k > 0.0f ? (int64_t)std::min(k, (float)free) : 0;  // false for NaN
 }
 
@@ -1135,9 +1137,9 @@ inline NoisyTerms noisy_terms(const Step& s, Prior prior, const CleanSums& clean
 }
 
 // M_i <- beta M_i + (1 - beta) clip(q_i) / sum_j clip(q_ij), and what that adds to the column sums.
-inline void update_table(const Step& s, const float* table, float clipped, int64_t id, Scratch& scratch) {
+inline void update_table(const Step& s, const float* table, float clipped, int64_t slot, Scratch& scratch) {
     const int64_t end = padded(s.C);
-    void* const to = at(s.M, id * s.C, s.table_dtype);
+    void* const to = at(s.M, slot * s.C, s.table_dtype);
     float* const fresh = is_plain(s.table_dtype, s.C) && !s.dataset ? static_cast<float*>(to) : scratch.out;
     const F keep = all((float)s.beta), take = all((float)(1.0 - s.beta) / clipped);
     const float* const q_row = scratch.q;
@@ -1170,10 +1172,9 @@ inline void keep_label(float* where, int64_t label) {
 
 inline void prefetch_rows(const Step& s, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-        __builtin_prefetch(at(s.M, s.index[i] * s.C, s.table_dtype));
-        __builtin_prefetch(s.loss_N + s.index[i], 1);
-        __builtin_prefetch(s.visited_N + s.index[i], 1);
-        if (*s.epoch >= s.warmup_epochs) __builtin_prefetch(s.w + s.index[i]);
+        __builtin_prefetch(at(s.M, s.slots[i] * s.C, s.table_dtype));
+        __builtin_prefetch(s.loss_N + s.slots[i], 1);
+        if (*s.epoch >= s.warmup_epochs) __builtin_prefetch(s.w + s.slots[i]);
     }
 }
 
@@ -1206,14 +1207,14 @@ inline Ahead ahead_of(const Step& s, int64_t i) {
     const void* const out = s.grad_t ? s.grad_t : s.t;
     return {{at(s.z, i * s.z_stride, s.z_dtype), at(s.t, i * s.t_stride_b, s.z_dtype),
              at(out, i * (s.grad_t ? s.K * s.C : s.t_stride_b), s.z_dtype),
-             at(static_cast<const void*>(s.M), s.index[std::min(i + 1, s.B - 1)] * s.C, s.table_dtype)}};
+             at(static_cast<const void*>(s.M), s.slots[std::min(i + 1, s.B - 1)] * s.C, s.table_dtype)}};
 }
 
 inline uint32_t* bits_of(const Step& s, int64_t i) { return s.bits + i * ((s.C + 31) / 32); }
 
 // Draws the set of row i and keeps what its prior is made of.
 inline Prior draw_set(const Step& s, const Keys& keys, int64_t step, int64_t i, const float* table, Scratch& scratch) {
-    const int64_t id = s.index[i];
+    const int64_t id = s.ids[i];
     const uint32_t stream = (uint32_t)(16 * s.network);
     const Prefix cover(keys, id, step, COVERAGE + stream), free_words(keys, id, step, FREE + stream);
     int64_t label = 0;
@@ -1222,7 +1223,7 @@ inline Prior draw_set(const Step& s, const Keys& keys, int64_t step, int64_t i, 
         label = s.power == 2 ? sampled_label<true>(keys, cover, table, s.C, s.power, ahead_of(s, i))
                              : sampled_label<false>(keys, cover, table, s.C, s.power, ahead_of(s, i));
     const Named named = named_labels(s, i, label);
-    const int64_t free = s.C - named.distinct, k = random_count(s, keys, id, step, free);
+    const int64_t free = s.C - named.distinct, k = random_count(s, keys, i, step, free);
     uint32_t* const bits = bits_of(s, i);
     mark_random(s, keys, free_words, named, k, free, scratch, bits);
     int64_t total = k;
@@ -1244,7 +1245,7 @@ inline Prior kept_prior(const Step& s, int64_t i) {
 
 template <int KL>
 inline void step_row(const Step& s, const Keys& keys, const Denominator& D, int64_t step, int64_t i, Scratch& scratch) {
-    const int64_t end = padded(s.C), id = s.index[i], y = s.labels[i];
+    const int64_t end = padded(s.C), slot = s.slots[i], y = s.labels[i];
     const float* table = table_row(s, i, scratch);
     const Prior prior = draw_set(s, keys, step, i, table, scratch);
     const float* z = z_row(s, i, scratch);
@@ -1264,9 +1265,8 @@ inline void step_row(const Step& s, const Keys& keys, const Denominator& D, int6
     }
     s.sample_loss[i] = sample_loss;
     if (s.update) {
-        update_table(s, table, sums.clipped, id, scratch);
-        s.loss_N[id] = sample_loss;
-        s.visited_N[id] = 1;
+        update_table(s, table, sums.clipped, slot, scratch);
+        s.loss_N[slot] = sample_loss;
     }
     scratch.terms[0] += s.weight_ce * noisy.ce + s.weight_prior * prior_loss + s.weight_estep * noisy.estep;
     scratch.terms[1] += noisy.ce;
@@ -1393,8 +1393,8 @@ inline U join(Halves words) {
 inline Halves id_products(const Step& s, LaneRows rows) {
     Halves products;
     for (int lane = 0; lane < QUADS; ++lane) {
-        products.even[lane] = (uint64_t)s.index[rows[2 * lane]] * MULTIPLIER_0;
-        products.odd[lane] = (uint64_t)s.index[rows[2 * lane + 1]] * MULTIPLIER_0;
+        products.even[lane] = (uint64_t)s.ids[rows[2 * lane]] * MULTIPLIER_0;
+        products.odd[lane] = (uint64_t)s.ids[rows[2 * lane + 1]] * MULTIPLIER_0;
     }
     return products;
 }
@@ -1472,7 +1472,7 @@ inline F random_counts(const Step& s, const Keys& keys, Halves ids, int64_t step
         return smaller(__builtin_convertvector((I)join(below), F), free);
     }
     F w;
-    for (int lane = 0; lane < LANES; ++lane) w[lane] = s.w[s.index[rows[lane]]];
+    for (int lane = 0; lane < LANES; ++lane) w[lane] = s.w[s.slots[rows[lane]]];
     const F most = s.cap < 0 ? free : smaller(free, all((float)s.cap));
     const F k = w * most + all(12582912.0f) - all(12582912.0f);  // to the nearest integer, half to even
     return smaller(larger(k, F{}), free);
@@ -1567,7 +1567,7 @@ inline void load_z(const Step& s, LaneRows rows, LaneState& state) {
 }
 
 inline void load_table(const Step& s, LaneRows rows, float* columns) {
-    to_columns(s.M, s.table_dtype, s.C, rows, [&](int64_t i) { return s.index[i] * s.C; }, columns);
+    to_columns(s.M, s.table_dtype, s.C, rows, [&](int64_t i) { return s.slots[i] * s.C; }, columns);
 }
 
 inline void sum_lanes(const Step& s, LaneRows rows, Scratch& scratch) {
@@ -1660,11 +1660,8 @@ inline void update_lanes(const Step& s, F clipped, F sample_loss, LaneRows rows,
         const F q = smaller(larger(row(state.q + j), all(CLIP)), all(1.0f - CLIP));
         store(state.e + j, fma(q, take, keep * row(state.table + j)));
     }
-    to_rows(state.e, s.table_dtype, s.C, rows, [&](int64_t i) { return s.index[i] * s.C; }, s.M);
-    for (int lane = 0; lane < rows.count; ++lane) {
-        s.loss_N[s.index[rows[lane]]] = sample_loss[lane];
-        s.visited_N[s.index[rows[lane]]] = 1;
-    }
+    to_rows(state.e, s.table_dtype, s.C, rows, [&](int64_t i) { return s.slots[i] * s.C; }, s.M);
+    for (int lane = 0; lane < rows.count; ++lane) s.loss_N[s.slots[rows[lane]]] = sample_loss[lane];
     if (!s.dataset) return;
     load_table(s, rows, state.e);  // as it was stored
     float* const moved = scratch.second_sum;
@@ -1856,11 +1853,11 @@ inline bool repeats(const int64_t* ids, int64_t count, int64_t* bad) {
 
 extern "C" {
 
-// 0 if sound; 1 labels, 2 index, 4 clean out of range, 3 an index twice, with an offending value.
+// 0 if sound; 1 labels, 2 slots, 4 clean out of range, 3 a slot twice, with an offending value.
 int fastgnl_check(const Step* s, int64_t* bad) {
     if (!within(s->labels, s->B, s->C, bad)) return 1;
-    if (!within(s->index, s->B, s->N, bad)) return 2;
-    if (repeats(s->index, s->B, bad)) return 3;
+    if (!within(s->slots, s->B, s->N, bad)) return 2;
+    if (repeats(s->slots, s->B, bad)) return 3;
     if (s->clean && !within(s->clean, s->B, s->C, bad)) return 4;
     return 0;
 }

@@ -5,7 +5,7 @@ A backend is a module with five functions: ``check``, the phases ``column_sums``
 which this module adds the column sums of all ranks, and ``scale_`` for the backward. ``torch.compile`` sees the step
 as one op, ``torch.ops.fastgnl.step``.
 
-Axes: B rows, C classes, K draws, N samples, X given coverage labels, L rows of the window.
+Axes: B rows, C classes, K draws, N samples this rank keeps, X given coverage labels, L rows of the window.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ class Given(NamedTuple):
     z: Tensor  # [B, C]
     t: Tensor  # [B, C] or [B, K, C]
     labels: Tensor  # [B]
-    ids: Tensor  # [B]
+    ids: Tensor  # [B]: of the samples, for random numbers only
+    slots: Tensor  # [B]: the samples' rows of table, w and loss_N
     clean: Tensor | None  # [B]
     cover: Tensor | None  # [X, B]
     w: Tensor  # [N]
@@ -56,6 +57,8 @@ class Options(NamedTuple):
     cap: int
     """Of random candidates; -1: none."""
     beta: float
+    mix: float
+    """D_j = live_j + mix * detached_j."""
     weights: tuple[float, ...]
     """Of ce, prior and estep."""
     warmup_epochs: int
@@ -68,7 +71,6 @@ class State(NamedTuple):
 
     table: Tensor  # [N, C]
     loss_N: Tensor  # [N]
-    visited: Tensor  # [N]
     now: Tensor  # []: the step's number
     epoch: Tensor  # []
     column_sum: Tensor | None  # [C]
@@ -83,7 +85,8 @@ class Step:
     z: Tensor  # [B, C]
     t: Tensor  # [B, C] or [B, K, C]
     labels: Tensor
-    index: Tensor
+    ids: Tensor
+    slots: Tensor
     clean: Tensor | None
     cover: Tensor | None
     w: Tensor
@@ -173,7 +176,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 def run(given: Given, state: State, options: Options, update: bool, grads: bool) -> Step:
     """The step, outside of autograd."""
-    z, t, labels, index, clean, cover, w, denominator = given
+    z, t, labels, ids, slots, clean, cover, w, denominator = given
     B, C = z.shape
     w_like = w.new_empty  # float32, on the device
     keeps_sums = state.column_sum is not None or state.window is not None
@@ -184,7 +187,8 @@ def run(given: Given, state: State, options: Options, update: bool, grads: bool)
         contiguous_rows(z),
         contiguous_rows(t),
         labels.contiguous(),
-        index.contiguous(),
+        ids.contiguous(),
+        slots.contiguous(),
         None if clean is None else clean.contiguous(),
         cover,
         w,
@@ -271,19 +275,20 @@ def differentiable_step(
 
 LIBRARY = torch.library.Library("fastgnl", "DEF")
 LIBRARY.define(
-    "step(Tensor z, Tensor t, Tensor labels, Tensor ids, Tensor? clean, Tensor? cover, Tensor w, Tensor? denominator, "
-    "Tensor(a!) table, Tensor(b!) loss_N, Tensor(c!) visited, Tensor(d!) now, Tensor epoch, Tensor(e!)? column_sum, "
-    "Tensor(f!)? window, Tensor(g!) tickets, str backend, bool x_to_y, int prior_kl, int cover_mode, "
-    "bool random_labels, bool additive, int power, int cap, float beta, float[] weights, int warmup_epochs, int seed, "
-    "int network, bool update, bool grads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "step(Tensor z, Tensor t, Tensor labels, Tensor ids, Tensor slots, Tensor? clean, Tensor? cover, Tensor w, "
+    "Tensor? denominator, Tensor(a!) table, Tensor(b!) loss_N, Tensor(c!) now, Tensor epoch, Tensor(d!)? column_sum, "
+    "Tensor(e!)? window, Tensor(f!) tickets, str backend, bool x_to_y, int prior_kl, int cover_mode, "
+    "bool random_labels, bool additive, int power, int cap, float beta, float mix, float[] weights, "
+    "int warmup_epochs, int seed, int network, bool update, bool grads) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 STEP = torch.ops.fastgnl.step.default
-STATE, OPTIONS = slice(8, 16), slice(16, 29)
+STATE, OPTIONS = slice(9, 16), slice(16, 30)
 """Where the fields of ``State`` and ``Options`` are among the arguments."""
 
 
 def _step(*args: Any) -> tuple[Tensor | None, ...]:
-    z, t, clean = args[0], args[1], args[4]
+    z, t, clean = args[0], args[1], args[5]
     options = Options(*args[OPTIONS])
     options = options._replace(weights=tuple(options.weights))
     update, grads = args[OPTIONS.stop :]
@@ -300,7 +305,7 @@ def _step(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _shapes(*args: Any) -> tuple[Tensor, ...]:
-    z, t, clean, grads = args[0], args[1], args[4], args[-1]
+    z, t, clean, grads = args[0], args[1], args[5], args[-1]
     B = z.shape[0]
     return (
         z.new_empty((), dtype=torch.float32),

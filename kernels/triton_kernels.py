@@ -9,8 +9,8 @@ and read twice, the second time from the L2 cache. A program that adds over rows
 program of each group, found by a ticket, adds its group in order, and the last group adds all: the same bits every
 run, no float atomics.
 
-Axes: B rows, C classes, K draws, N samples, X given coverage labels, P programs, L rows of the window; in a kernel
-[R, J]: a tile of rows and classes. ``cls`` are the classes of a tile.
+Axes: B rows, C classes, K draws, N samples this rank keeps, X given coverage labels, P programs, L rows of the
+window; in a kernel [R, J]: a tile of rows and classes. ``cls`` are the classes of a tile.
 """
 
 import triton
@@ -142,7 +142,7 @@ def _threshold(word, seed, id_R, step, stream, y_R, a_R, b_R, k_R, n_R, C, BLOCK
 
 
 @triton.jit
-def _how_many(w, seed, id_R, n_R, step, stream, warm, cap, C):
+def _how_many(w, seed, id_R, slot_R, n_R, step, stream, warm, cap, C):
     """k: round(w min(n, cap)), ties to even; in warm-up uniform in [0, min(C - 3, cap - 1)]. cap < 0: none."""
     limit_R = n_R
     most = C - 3
@@ -150,8 +150,8 @@ def _how_many(w, seed, id_R, n_R, step, stream, warm, cap, C):
         limit_R = tl.minimum(n_R, cap)
         most = tl.minimum(most, cap - 1)
     # Adding and taking away 1.5 * 2**23 leaves a float rounded to a whole number, half to even.
-    wanted_R = (tl.load(w + id_R).to(tl.float32) * limit_R.to(tl.float32) + 12582912.0) - 12582912.0
-    word_R, _, _, _ = tl.philox(seed, id_R.to(tl.uint32), tl.zeros_like(n_R), step, stream)
+    wanted_R = (tl.load(w + slot_R).to(tl.float32) * limit_R.to(tl.float32) + 12582912.0) - 12582912.0
+    word_R, _, _, _ = tl.philox(seed, id_R, tl.zeros_like(n_R), step, stream)
     drawn_R = tl.umulhi(word_R, tl.zeros_like(word_R) + (tl.maximum(most, 0) + 1).to(tl.uint32)).to(tl.int32)
     return tl.where(warm, drawn_R, wanted_R.to(tl.int32))
 
@@ -190,8 +190,8 @@ def _prior_term(Z_R, gap_R, q_gap_R, p_R, p_l_R, PRIOR: tl.constexpr):
 
 
 @triton.jit
-def _denominator(sums, column_sum, window, given, at, valid, C, L, LIVE: tl.constexpr, DATASET: tl.constexpr):
-    """D_j + TINY; 1 in lanes beyond C."""
+def _denominator(sums, column_sum, window, given, at, valid, C, L, mix, LIVE: tl.constexpr, DATASET: tl.constexpr):
+    """D_j + TINY, D_j = live_j + mix * detached_j or as given; 1 in lanes beyond C."""
     D = tl.full(at.shape, 1.0, tl.float32)
     if given is not None:
         D = tl.load(given + at, mask=valid, other=1.0)
@@ -199,10 +199,10 @@ def _denominator(sums, column_sum, window, given, at, valid, C, L, LIVE: tl.cons
         D = tl.load(sums + at, mask=valid, other=1.0)
         if DATASET:
             kept = tl.load(column_sum + at, mask=valid, other=0.0) - tl.load(sums + C + at, mask=valid, other=0.0)
-            D += tl.maximum(kept, 0.0)
+            D += mix * tl.maximum(kept, 0.0)
         if window is not None:
             for row in range(L):
-                D += tl.load(window + row * C + at, mask=valid, other=0.0)
+                D += mix * tl.load(window + row * C + at, mask=valid, other=0.0)
     return D + TINY
 
 
@@ -273,7 +273,7 @@ def column_sums_kernel(
     z,  # [B, C]
     z_stride,
     M,  # [N, C]
-    index,  # [B]
+    slots,  # [B]
     stats,  # [8, B]
     partial,  # [P, (1 + DATASET) C]
     group,  # [P / GROUP, (1 + DATASET) C]
@@ -318,8 +318,8 @@ def column_sums_kernel(
                     q += tl.load(at, mask=cls < C, other=0.0)
                 tl.store(at, q, mask=cls < C)
                 if DATASET:
-                    id_R = tl.load(index + row_R)
-                    old = tl.load(M + id_R[:, None] * C + cls, mask=cls < C, other=0.0).to(tl.float32)
+                    slot_R = tl.load(slots + row_R)
+                    old = tl.load(M + slot_R[:, None] * C + cls, mask=cls < C, other=0.0).to(tl.float32)
                     if row != program:
                         old += tl.load(at + C, mask=cls < C, other=0.0)
                     tl.store(at + C, old, mask=cls < C)
@@ -340,8 +340,8 @@ def column_sums_kernel(
             tl.store(stats + SHIFT * B + row_R, shift_R, mask=row_R < B)
             tl.store(stats + INVERSE_SUM * B + row_R, 1.0 / total_R, mask=row_R < B)
             if DATASET:
-                id_R = tl.load(index + row_R, mask=row_R < B, other=0)
-                stale += tl.sum(tl.load(M + id_R[:, None] * C + cls[None, :], mask=here, other=0.0).to(tl.float32), 0)
+                slot_R = tl.load(slots + row_R, mask=row_R < B, other=0)
+                stale += tl.sum(tl.load(M + slot_R[:, None] * C + cls[None, :], mask=here, other=0.0).to(tl.float32), 0)
         tl.store(mine + cls, live, mask=cls < C)
         if DATASET:
             tl.store(mine + C + cls, stale, mask=cls < C)
@@ -365,12 +365,12 @@ def rows_kernel(
     t_stride_k,
     M,  # [N, C]
     labels,  # [B]
-    index,  # [B]
+    ids,  # [B]: of the samples, for random words only
+    slots,  # [B]: their rows of M, w and loss
     clean,  # [B] or None
     cover,  # [X, B] or None
     w,  # [N]
     loss,  # [N]
-    visited,  # [N]
     step,  # []
     epoch,  # []
     column_sum,  # [C] or None
@@ -403,6 +403,7 @@ def rows_kernel(
     cap,
     warmup_epochs,
     beta,
+    mix,
     weight_ce,
     weight_prior,
     weight_estep,
@@ -451,10 +452,10 @@ def rows_kernel(
         row_R = first + tl.arange(0, R)
         alive_R = row_R < B
         wide_R = row_R.to(tl.int64)
-        id_R = tl.load(index + row_R, mask=alive_R, other=0)
-        key_R = id_R.to(tl.uint32)
+        id_R = tl.load(ids + row_R, mask=alive_R, other=0).to(tl.uint32)
+        slot_R = tl.load(slots + row_R, mask=alive_R, other=0)
         y_R = tl.load(labels + row_R, mask=alive_R, other=0).to(tl.int32)
-        M_R = M + id_R * C
+        M_R = M + slot_R * C
         z_R = z + wide_R * z_stride
         t_R = t + wide_R * t_stride_b
 
@@ -468,7 +469,7 @@ def rows_kernel(
                 a_R = tl.zeros([R], tl.int32)
                 for start in range(0, C, BLOCK):
                     block = tl.load(M_R[:, None] + start + cls, mask=start + cls < C, other=1.0).to(tl.float32)
-                    word = _words(seed, key_R, start, now, stream + COVERAGE, BLOCK)
+                    word = _words(seed, id_R, start, now, stream + COVERAGE, BLOCK)
                     key = _race(block, word, start + cls < C, COVER, POWER)
                     winner_R = tl.min(key, 1)
                     place_R = start + tl.argmin(key, 1).to(tl.int32)
@@ -479,7 +480,7 @@ def rows_kernel(
             here = alive_R[:, None] & (cls < C)
             old = tl.load(M_R[:, None] + cls, mask=here, other=1.0).to(tl.float32)
             if COVER != NO_COVER and COVER != GIVEN:
-                word = _words(seed, key_R, 0, now, stream + COVERAGE, BLOCK)
+                word = _words(seed, id_R, 0, now, stream + COVERAGE, BLOCK)
                 a_R = tl.argmin(_race(old, word, cls < C, COVER, POWER), 1).to(tl.int32)
                 a_R = tl.minimum(a_R, C - 1)  # a row of NaN has no winner
         if COVER == GIVEN:
@@ -495,11 +496,11 @@ def rows_kernel(
         free_word = tl.zeros([R, BLOCK], tl.uint32)
         if RANDOM:
             n_R = C - named_R
-            k_R = _how_many(w, seed, id_R, n_R, now, stream + WARMUP, warm, cap, C)
+            k_R = _how_many(w, seed, id_R, slot_R, n_R, now, stream + WARMUP, warm, cap, C)
             if not STREAMED:
-                free_word = _words(seed, key_R, 0, now, stream + FREE, BLOCK)
+                free_word = _words(seed, id_R, 0, now, stream + FREE, BLOCK)
             T_R, last_R = _threshold(
-                free_word, seed, key_R, now, stream + FREE, y_R, a_R, b_R, k_R, n_R, C, BLOCK, STREAMED
+                free_word, seed, id_R, now, stream + FREE, y_R, a_R, b_R, k_R, n_R, C, BLOCK, STREAMED
             )
         size_R = named_R + k_R
         total_R = size_R
@@ -539,12 +540,12 @@ def rows_kernel(
             for start in range(0, C, BLOCK):
                 at = start + cls
                 here = at < C
-                D = _denominator(sums, column_sum, window, given, at, here, C, L, LIVE, DATASET)
+                D = _denominator(sums, column_sum, window, given, at, here, C, L, mix, LIVE, DATASET)
                 if LIVE and program == 0:
                     tl.store(D_out + at, D, mask=here)
                 chosen = tl.zeros([R, BLOCK], tl.int1)
                 if RANDOM:
-                    word = _words(seed, key_R, start, now, stream + FREE, BLOCK)
+                    word = _words(seed, id_R, start, now, stream + FREE, BLOCK)
                     chosen = _selected(word, at, _is_free(at, y_R, a_R, b_R, C), T_R, last_R)
                 member = chosen | ((at == y_R[:, None]) | (at == a_R[:, None]) | (at == b_R[:, None]))
                 pack_at = start // 32 + tl.arange(0, BLOCK // 32)[None, :]
@@ -613,7 +614,7 @@ def rows_kernel(
             q_l_R = tl.sum(q * zs, 1) - log_sum_R
             l_y_R = tl.sum(tl.where(cls == y_R[:, None], zs, 0.0), 1) - log_sum_R
             # D is read where it is used rather than kept: registers are what bounds the tile.
-            D = _denominator(sums, column_sum, window, given, at, at < C, C, L, LIVE, DATASET)[None, :]
+            D = _denominator(sums, column_sum, window, given, at, at < C, C, L, mix, LIVE, DATASET)[None, :]
             if LIVE and program == 0:
                 tl.store(D_out + cls, D, mask=cls < C)
             gap = log_p - tl.log(D)
@@ -669,8 +670,7 @@ def rows_kernel(
         if clean is not None:
             tl.store(covered + row_R, known_R.to(tl.int8), mask=alive_R)
         if UPDATE:
-            tl.store(loss + id_R, -l_y_R, mask=alive_R)
-            tl.store(visited + id_R, tl.full([R], 1, tl.int8), mask=alive_R)
+            tl.store(loss + slot_R, -l_y_R, mask=alive_R)
         if LIVE:
             tl.store(picked + row_R, a_R, mask=alive_R)
             tl.store(picked + B + row_R, b_R, mask=alive_R)
@@ -685,7 +685,7 @@ def rows_kernel(
             for start in range(0, C, BLOCK):
                 at = start + cls
                 here = at < C
-                D = _denominator(sums, column_sum, window, given, at, here, C, L, LIVE, DATASET)
+                D = _denominator(sums, column_sum, window, given, at, here, C, L, mix, LIVE, DATASET)
                 pack_at = start // 32 + tl.arange(0, BLOCK // 32)[None, :]
                 packed = tl.load(bits + row_R[:, None] * packs + pack_at, mask=pack_at < packs, other=0)
                 member = _unpack(packed, R, BLOCK)

@@ -122,7 +122,7 @@ def column_sums_launch(s: Step) -> Launch:
         "z": s.z,
         "z_stride": s.z.stride(0),
         "M": s.state.table,
-        "index": s.index,
+        "slots": s.slots,
         "stats": stats,
         "partial": partial,
     }
@@ -143,12 +143,12 @@ def rows_launch(s: Step) -> Launch:
         "t_stride_k": s.t.stride(1) if s.t.dim() == 3 else 0,
         "M": s.state.table,
         "labels": s.labels,
-        "index": s.index,
+        "ids": s.ids,
+        "slots": s.slots,
         "clean": s.clean,
         "cover": s.cover,
         "w": s.w,
         "loss": s.state.loss_N,
-        "visited": s.state.visited.view(torch.uint8),
         "step": s.state.now,
         "epoch": s.state.epoch,
         "column_sum": s.state.column_sum,
@@ -181,6 +181,7 @@ def rows_launch(s: Step) -> Launch:
         "cap": s.options.cap,
         "warmup_epochs": s.options.warmup_epochs,
         "beta": s.options.beta,
+        "mix": s.options.mix,
         "weight_ce": s.options.weights[0],
         "weight_prior": s.options.weights[1],
         "weight_estep": s.options.weights[2],
@@ -231,7 +232,7 @@ def finish_launch(s: Step) -> Launch:
 
 
 def check(s: Step) -> None:
-    """Labels and ids are not looked at here: that would stall the device."""
+    """Labels and slots are not looked at here: that would stall the device."""
 
 
 def column_sums(s: Step) -> None:

@@ -231,7 +231,7 @@ def test_demo_under_torchrun(tmp_path):
 def test_a_stopped_demo_leaves_no_worker_behind(tmp_path):
     process = demo("--out", "page", cwd=tmp_path)
     for line in process.stderr:  # the bar: the workers are training
-        if "row/s" in line:
+        if "img/s" in line:
             break
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

@@ -18,7 +18,7 @@ import emulator
 
 needs_ptxrun = pytest.mark.skipif(emulator.folder() is None, reason="ptxrun is not here: set PTXRUN to its folder")
 
-EVERYTHING = {"denominator": "dataset", "prior_form": "additive"}
+EVERYTHING = {"denominator": "dataset", "mix": 0.3, "prior_form": "additive"}
 BF16 = {"dtype": torch.bfloat16}
 # Few classes are compiled in the test of bench/kernel_report.py.
 VARIANTS = {
@@ -35,8 +35,13 @@ VARIANTS = {
 }
 EMULATED = {
     "few classes": (Case(9, 10, steps=1), 90, True, "lockstep"),
-    "dataset": (Case(19, 33, coverage=2, strided=True, steps=1, options=EVERYTHING), 80, False, "warp"),
-    "window": (Case(6, 100, steps=1, options={"denominator": "window", "prior_kl": "forward"}), 100, True, "warp"),
+    "dataset": (Case(19, 33, coverage=2, strided=True, far=True, steps=1, options=EVERYTHING), 80, False, "warp"),
+    "window": (
+        Case(6, 100, steps=1, options={"denominator": "window", "mix": 0.3, "prior_kl": "forward"}),
+        100,
+        True,
+        "warp",
+    ),
     "D given": (
         Case(5, 100, 2, steps=1, given_D=True, dtype=torch.float16, options={"warmup_epochs": 0}),
         86,
@@ -49,9 +54,9 @@ EMULATED = {
         True,
         "warp",
     ),
-    "a block": (Case(3, 1000, steps=1, options={"warmup_epochs": 0, "k_max": None}), 90, False, "warp"),
+    "a block": (Case(3, 1000, far=True, steps=1, options={"warmup_epochs": 0, "k_max": None}), 90, False, "warp"),
     "bfloat16": (Case(2, 1000, steps=1, **BF16, options={"table_dtype": "bfloat16"}), 80, True, "lockstep"),
-    "streamed": (Case(2, 2500, steps=1, options={"denominator": "dataset"}), 90, True, "warp"),
+    "streamed": (Case(2, 2500, far=True, steps=1, options={"denominator": "dataset", "mix": 0.3}), 90, True, "warp"),
     "streamed, D given": (Case(1, 4100, steps=1, given_D=True, options={"prior_kl": "forward"}), 86, False, "lockstep"),
 }
 

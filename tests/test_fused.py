@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_cases import Case, cases, differences, run
+from fused_cases import Case, cases, differences, renumber, run
 from hypothesis import HealthCheck, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,6 +76,83 @@ def test_saturated_logits(backend, dtype):
     for prior_kl in ("reverse", "forward", "ce"):
         options = {"prior_kl": prior_kl, "denominator": "window"}
         assert differences(Case(9, 12, dtype=dtype, scale=1e4, options=options), backend) == []
+
+
+FAR = {
+    "a lane a row": Case(20, 10, far=True, options={"warmup_epochs": 0, "denominator": "dataset"}),
+    "in warm-up": Case(20, 10, far=True),
+    "a row at a time": Case(9, 100, far=True, options={"warmup_epochs": 0, "denominator": "dataset"}),
+    "in warm-up, a row at a time": Case(9, 100, far=True, options={"table_dtype": "bfloat16"}),
+    "longer than a block": Case(2, 2500, far=True, options={"warmup_epochs": 0, "denominator": "dataset"}),
+    "D given": Case(9, 100, far=True, given_D=True, options={"warmup_epochs": 0}),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_beyond_the_rows_of_the_table(backend, name):
+    assert differences(FAR[name], backend) == []
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("C", [10, 100])
+def test_where_a_samples_row_lies_changes_no_bit(backend, C):
+    """The draws follow the id; M, w and the loss follow the slot."""
+    B, N, g = 16, 40, torch.Generator().manual_seed(0)
+    z, t = (torch.randn(B, C, generator=g) for _ in range(2))
+    labels, index, place = (torch.randperm(N, generator=g)[:n] for n in (B, B, N))
+    table, w, far = torch.rand(N, C, generator=g), torch.rand(N, generator=g), 3 * torch.arange(N) + 10**6
+    outcomes = []
+    for slots, ids in ((torch.arange(N), far), (place, far), (place, far + 1)):
+        objective = GNLObjective(N, C, backend=backend, warmup_epochs=0, denominator="dataset")
+        renumber(objective, ids=ids.__getitem__, slots=slots.__getitem__)
+        objective.M_NC[slots], objective.w_N[slots] = table, w
+        leaves = [v.clone().requires_grad_() for v in (z, t)]
+        terms = objective(*leaves, labels % C, index)
+        terms.loss.backward()
+        grads = [leaf.grad for leaf in leaves]
+        outcomes.append(
+            (terms.loss, terms.set_size, objective.M_NC[slots], objective.loss_N[slots].nan_to_num(-1), *grads)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes[:2], strict=True))
+    assert not torch.equal(outcomes[1][0], outcomes[2][0])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("slots", "sentence"),
+    [
+        ([0, 9, 2], "index holds 9, wanted 0 to 8"),
+        ([-1, 0, 2], "index holds -1"),
+        ([0, 2, 2], "index names a sample twice"),
+    ],
+)
+def test_bad_slots_are_refused_whatever_the_ids(backend, slots, sentence):
+    objective = GNLObjective(9, 4, backend=backend)
+    renumber(objective, ids=lambda ids: ids + 100, slots=lambda ids: torch.tensor(slots))
+    with pytest.raises(InputError, match=sentence):
+        objective(*torch.zeros(2, 3, 4), torch.arange(3), torch.arange(3))
+    assert (objective.M_NC == 0.25).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("denominator", ["window", "dataset"])
+@pytest.mark.parametrize("prior_kl", ["reverse", "forward"])
+@pytest.mark.parametrize(("B", "C"), [(17, 10), (9, 100), (2, 2500)])
+def test_what_is_detached_in_the_denominator_is_weighed(backend, denominator, prior_kl, B, C):
+    case = Case(B, C, steps=1, options={"denominator": denominator, "mix": 0.3, "prior_kl": prior_kl})
+    assert differences(case, backend) == []
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+def test_the_weight_of_what_is_detached_matters(backend):
+    """By 0 it leaves the sum over the batch."""
+    losses = {}
+    for denominator, mix in (("batch", 1.0), ("window", 0.0), ("dataset", 0.0), ("window", 0.3), ("dataset", 0.3)):
+        case = Case(steps=1, options={"denominator": denominator, "mix": mix})
+        losses[denominator, mix] = float(run(case, backend).values[0]["loss"])
+    assert losses["batch", 1.0] == losses["dataset", 0.0]
+    assert len(set(losses.values())) == 4
 
 
 @triton.jit

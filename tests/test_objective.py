@@ -158,12 +158,13 @@ def test_the_coverage_label_is_drawn_before_the_table_is_updated(make_batch):
     assert second.covered.double().mean() > 0.999
 
 
-def test_window_denominator_adds_the_last_batches_detached(make_batch):
-    objective, plain = certain_sets(denominator="window", window=3), certain_sets()
+@pytest.mark.parametrize("mix", [1.0, 0.3])
+def test_window_denominator_adds_the_last_batches_detached(make_batch, mix):
+    objective, plain = certain_sets(denominator="window", window=3, mix=mix), certain_sets()
     batches = [make_batch(seed=s) for s in range(5)]
     for i, b in enumerate(batches):
         older = sum((torch.softmax(o.z.detach(), 1).sum(0) for o in batches[max(0, i - 2) : i]), torch.zeros(5))
-        expected = formula(b, torch.softmax(b.z, 1).sum(0) + older)
+        expected = formula(b, torch.softmax(b.z, 1).sum(0) + mix * older)
         actual = step(objective, b).loss
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         (grad, expected_grad) = (torch.autograd.grad(loss, b.z)[0] for loss in (actual, expected))
@@ -172,13 +173,14 @@ def test_window_denominator_adds_the_last_batches_detached(make_batch):
             assert (actual - step(plain, b).loss).abs() > 1e-4
 
 
-def test_dataset_denominator_is_the_table_with_the_live_rows_in_it(make_batch):
-    objective, plain = certain_sets(denominator="dataset"), certain_sets()
+@pytest.mark.parametrize("mix", [1.0, 0.3])
+def test_dataset_denominator_is_the_table_with_the_live_rows_in_it(make_batch, mix):
+    objective, plain = certain_sets(denominator="dataset", mix=mix), certain_sets()
     for s in range(4):
         b = make_batch(seed=s)
         rest = torch.ones(40, dtype=torch.bool)
         rest[b.index] = False
-        expected = formula(b, objective.M_NC[rest].double().sum(0) + torch.softmax(b.z, 1).sum(0))
+        expected = formula(b, mix * objective.M_NC[rest].double().sum(0) + torch.softmax(b.z, 1).sum(0))
         actual = step(objective, b).loss
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         (grad, expected_grad) = (torch.autograd.grad(loss, b.z)[0] for loss in (actual, expected))

@@ -8,13 +8,16 @@ import torch
 from scipy.sparse import csr_array
 
 from fastgnl import GNLObjective, GNLPair, with_transition
+from fastgnl.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.errors import InputError
+from fastgnl.evaluate import accuracy
 from fastgnl.loader import Loader
 from fastgnl.networks import MLP
+from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples
 from fastgnl.task import digits
-from fastgnl.trainer import CrossEntropy, TrainConfig, accuracy, train
+from fastgnl.trainer import train
 
 
 @pytest.fixture(scope="module")

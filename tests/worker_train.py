@@ -10,6 +10,7 @@ from torch import nn
 from fastgnl import GNLObjective, GNLPair, with_transition
 from fastgnl.augment import Augment
 from fastgnl.convert import converted
+from fastgnl.cross_entropy import CrossEntropy
 from fastgnl.distributed import (
     is_distributed,
     on_first_rank,
@@ -19,11 +20,13 @@ from fastgnl.distributed import (
     synchronise_batch_norm,
     world_size,
 )
+from fastgnl.evaluate import eval_losses, predict_proba
 from fastgnl.formats.embedded import Digits
 from fastgnl.image_file import ImageFile
 from fastgnl.loader import Loader
+from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples
-from fastgnl.trainer import CrossEntropy, TrainConfig, eval_losses, predict_proba, train
+from fastgnl.trainer import train
 
 N, F, C = 91, 7, 4
 CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
@@ -41,9 +44,9 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
     backbone = tuple(parts) if case == "pair" else parts[0]
     head = "none" if case == "ce" else "logits"
     net = with_transition(backbone, 16, C, transition_input=head, seed=1).to(dtype)
-    if is_distributed():
-        synchronise_batch_norm(net)
-    options = {"warmup_epochs": 2, "k_max": 2, "seed": 3}
+    samples = Samples(x, labels, labels.roll(1))
+    loader = Loader(samples, 31, seed=2)
+    options = {"warmup_epochs": 2, "k_max": 2, "seed": 3, "ids": loader.shard()}
     if case == "ce":
         objective: nn.Module = CrossEntropy()
     elif case == "pair":
@@ -51,8 +54,7 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
     else:
         terms = {"terms": ("prior",)} if case == "prior only" else {"denominator": case}
         objective = GNLObjective(N, C, **terms, **options, backend="cpu" if fused else "reference").to(dtype)
-    samples = Samples(x, labels, labels.roll(1))
-    history = train(net, objective, Loader(samples, 31, seed=2), TrainConfig(epochs=6, lr=0.1), samples)
+    history = train(net, objective, loader, TrainConfig(epochs=6, lr=0.1), samples)
     return {
         "history": torch.tensor(
             [

@@ -1,0 +1,124 @@
+"""How much faster two processes train than one, one thread each, on the same global batches.
+
+python bench/scaling.py        # a small CNN on 32 x 32 colour images; torchrun is started by this command
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from common import show
+
+from fastgnl import GNLObjective, with_transition
+from fastgnl.cli import run_worker
+from fastgnl.distributed import process_group, rank, world_size
+from fastgnl.errors import check_count
+from fastgnl.loader import Loader
+from fastgnl.networks import SmallCNN
+from fastgnl.optimise import TrainConfig
+from fastgnl.samples import Samples
+from fastgnl.trainer import train
+
+BATCH, CLASSES = 128, 10
+
+
+@dataclass(frozen=True)
+class Config:
+    """Images a second of one process and of two, in turns."""
+
+    engines: tuple[Literal["ddp", "deepspeed"], ...] = ("ddp",)
+    processes: int = 2
+    """To compare with one."""
+    steps: int = 12
+    """Of each epoch."""
+    epochs: int = 4
+    """Of each measurement; the first, which warms up, is not counted."""
+    rounds: int = 3
+    """Measurements of each, in turns; the median ratio is what counts."""
+    json: Path | None = None
+    """Write the rows here too."""
+    worker: Path | None = None
+    """Set for the processes that this command starts."""
+
+    def __post_init__(self) -> None:
+        check_count("processes", self.processes, 2)
+        check_count("epochs", self.epochs, 2)
+        check_count("rounds", self.rounds, 1)
+
+
+def work(config: Config, out: Path) -> None:
+    """Train, and note the images a second of the best epoch after the first."""
+    torch.set_num_threads(1)
+    g = torch.Generator().manual_seed(0)
+    samples = Samples(
+        torch.randn(config.steps * BATCH, 3, 32, 32, generator=g),
+        torch.randint(CLASSES, (config.steps * BATCH,), generator=g),
+    )
+    with process_group():
+        torch.manual_seed(0)
+        backbone = SmallCNN(3)
+        net = with_transition(backbone, backbone.num_features, CLASSES)
+        loader = Loader(samples, BATCH)
+        objective = GNLObjective(len(samples), CLASSES, ids=loader.shard(), warmup_epochs=1)
+        engine = config.engines[0] if world_size() > 1 else "ddp"
+        history = train(net, objective, loader, TrainConfig(epochs=config.epochs, engine=engine))
+        if rank() == 0:
+            out.write_text(json.dumps([epoch.images_per_second for epoch in history[1:]]))
+
+
+def measure(config: Config, processes: int, engine: str) -> float:
+    """Images a second of so many processes: the median over the epochs."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rates.json"
+        launch = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+        )
+        options = [
+            "--worker",
+            str(out),
+            "--engines",
+            engine,
+            "--steps",
+            str(config.steps),
+            "--epochs",
+            str(config.epochs),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launch, __file__, *options], env=env, check=True, stderr=subprocess.DEVNULL)
+        return float(np.median(json.loads(out.read_text())))
+
+
+def main(config: Config) -> None:
+    if config.worker is not None:
+        work(config, config.worker)
+        return
+    rows = []
+    for engine in config.engines:
+        pairs = []
+        for _ in range(config.rounds):
+            pairs.append([measure(config, count, engine) for count in (1, config.processes)])
+            print(f"{engine}: {pairs[-1][0]:.0f} and {pairs[-1][1]:.0f} images a second", file=sys.stderr)
+        ratios = sorted(many / one for one, many in pairs)
+        rows.append(
+            {
+                "engine": engine,
+                "processes": config.processes,
+                "one, images/s": round(float(np.median([one for one, _ in pairs]))),
+                "all, images/s": round(float(np.median([many for _, many in pairs]))),
+                "ratio": round(float(np.median(ratios)), 2),
+                "from": round(ratios[0], 2),
+                "to": round(ratios[-1], 2),
+            }
+        )
+    show(rows, config.json)
+
+
+if __name__ == "__main__":
+    run_worker(Config, main)

@@ -1,0 +1,241 @@
+"""What carries out a step of the optimizer on every rank: PyTorch's DistributedDataParallel, or DeepSpeed.
+
+Both are given a loss whose mean over the ranks is that of the global batch, and both keep their state under the same
+names, so that a run may go on with the other.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastgnl.distributed import is_distributed
+from fastgnl.errors import check
+from fastgnl.optimise import TrainConfig
+
+MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What each optimizer keeps of every weight."""
+
+
+class Engine(Protocol):
+    """A network with its optimizer."""
+
+    def __call__(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a loss; with the ``last`` before a step, over all ranks."""
+        ...
+
+    def step(self, lr: float) -> bool:
+        """Take the step, unless the gradient is not finite: whether it was taken."""
+        ...
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizer keeps, whole on every rank; it may be written to before ``load_moments``."""
+        ...
+
+    def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
+        """Take over weights that were loaded into the network, and what the optimizer kept after so many steps."""
+        ...
+
+
+def make_engine(net: nn.Module, config: TrainConfig) -> Engine:
+    """The engine that the options name."""
+    return DeepSpeed(net, config) if config.engine == "deepspeed" else Ddp(net, config)
+
+
+def optimizer_of(net: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(net.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.SGD(net.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def trained(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights that are trained, with their names."""
+    return ((name, weight) for name, weight in net.named_parameters() if weight.requires_grad)
+
+
+class Ddp:
+    """DistributedDataParallel, or the network as it is where there is one process only."""
+
+    def __init__(self, net: nn.Module, config: TrainConfig) -> None:
+        self.net, self.config = net, config
+        self.device = next(net.parameters()).device
+        self.model: nn.Module = net
+        if is_distributed():
+            self.model = model = DistributedDataParallel(net)
+            if self.device.type == "cpu":
+                # DDP sorts the gradients into new buckets after its first step. Here it does so before: the order of
+                # every sum, and so the last bit of a run, must not depend on where it was resumed.
+                model.reducer._push_all_rebuilt_params()
+                model.reducer._rebuild_buckets()
+        self.optimizer = optimizer_of(net, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
+
+    def __call__(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        dtype = getattr(torch, self.config.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not torch.float32):
+            return self.model(x, index)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        waits = self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext()
+        with waits:
+            self.scaler.scale(loss).backward()
+
+    def step(self, lr: float) -> bool:
+        set_rate(self.optimizer, lr)
+        self.scaler.unscale_(self.optimizer)
+        weights = [weight for _, weight in trained(self.net) if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        finite = math.isfinite(float(norm))
+        if finite:
+            if self.config.clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(weights, self.config.clip, norm)
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return finite
+
+    def moments(self) -> dict[str, Tensor]:
+        found = {}
+        for name, weight in trained(self.net):
+            state = self.optimizer.state[weight]
+            for key in MOMENTS[self.config.optimizer]:
+                kept = state.get(key)
+                found[f"{name}.{key}"] = torch.zeros_like(weight.detach()) if kept is None else kept
+        scale = self.scaler.state_dict()
+        found["loss scale"] = torch.tensor(
+            [scale.get("scale", 1.0), scale.get("_growth_tracker", 0)], dtype=torch.float64
+        )
+        return found
+
+    def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
+        for name, weight in trained(self.net):
+            state = self.optimizer.state[weight]
+            for key in MOMENTS[self.config.optimizer]:
+                state[key] = moments[f"{name}.{key}"].clone()
+            if self.config.optimizer == "adamw":
+                state["step"] = torch.tensor(float(steps))
+        scale, since = moments["loss scale"].tolist()
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(since)})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed tells of every part it sets up; only what goes wrong is for the user."""
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class DeepSpeed:
+    """DeepSpeed with ZeRO stage 0, 1 or 2."""
+
+    def __init__(self, net: nn.Module, config: TrainConfig) -> None:
+        check(find_spec("deepspeed") is not None, "engine is 'deepspeed', which is not installed, wanted it or 'ddp'")
+        check(
+            is_distributed(),
+            "engine is 'deepspeed' in a single process, wanted torchrun to start it (one worker will do)",
+        )
+        self.net, self.config = net, config
+        self.device = next(net.parameters()).device
+        if self.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        import deepspeed
+
+        self.engine: Any
+        with _quiet():
+            self.engine, *_ = deepspeed.initialize(
+                model=net, optimizer=optimizer_of(net, config), config=self._options(), dist_init_required=False
+            )
+        self.shared_out = config.zero > 0
+
+    def _options(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # of DeepSpeed's own counters only: batches come from our loader
+            "gradient_accumulation_steps": 1,  # the loop says when a step is due
+            "gradient_clipping": c.clip or 0.0,
+            "zero_optimization": {"stage": c.zero},
+            "zero_allow_untested_optimizer": True,
+            "torch_autocast": {"enabled": c.precision != "float32", "dtype": c.precision},
+        }
+
+    def __call__(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.engine(x, index)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss)
+
+    def step(self, lr: float) -> bool:
+        set_rate(self.engine.optimizer, lr)
+        if self.shared_out:
+            self.engine.step()  # looks at the norm of the parts of all ranks itself
+            return not self.engine.optimizer.overflow
+        grads = [weight.grad for _, weight in trained(self.net) if weight.grad is not None]
+        finite = math.isfinite(float(torch.nn.utils.get_total_norm(grads)))
+        if finite:
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return finite
+
+    def moments(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        found = {}
+        for name, weight in trained(self.net):
+            for key in MOMENTS[self.config.optimizer]:
+                kept = None
+                if not self.shared_out:
+                    kept = self.engine.optimizer.state[weight].get(key)
+                elif self._flat(key) is not None:
+                    kept = safe_get_full_optimizer_state(weight, key).view_as(weight)
+                found[f"{name}.{key}"] = torch.zeros_like(weight.detach()) if kept is None else kept
+        found["loss scale"] = torch.tensor([1.0, 0.0], dtype=torch.float64)
+        return found
+
+    def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        optimizer = self.engine.optimizer
+        keys = MOMENTS[self.config.optimizer]
+        if self.shared_out:
+            optimizer.refresh_fp32_params()
+            for part in optimizer.single_partition_of_fp32_groups:
+                optimizer.optimizer.state[part] = {key: torch.zeros_like(part) for key in keys}
+                if self.config.optimizer == "adamw":
+                    optimizer.optimizer.state[part]["step"] = torch.tensor(float(steps))
+            optimizer._lazy_init_hp_params_optimizer_state()  # ties each weight to its place in those
+        for name, weight in trained(self.net):
+            for key in keys:
+                if self.shared_out:
+                    safe_set_full_optimizer_state(weight, moments[f"{name}.{key}"], key)
+                else:
+                    optimizer.state[weight][key] = moments[f"{name}.{key}"].clone()
+            if self.config.optimizer == "adamw" and not self.shared_out:
+                optimizer.state[weight]["step"] = torch.tensor(float(steps))
+
+    def _flat(self, key: str) -> Tensor | None:
+        """This rank's part of what the optimizer keeps; None before its first step."""
+        optimizer = self.engine.optimizer
+        return optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[0]].get(key)
