@@ -167,11 +167,12 @@ def _finite(name: str, values: Iterable[Tensor]) -> str:
 def _diagnosis(net: TransitionNet | PairNet, terms: Terms, batch: Batch, config: TrainConfig, step: int) -> str:
     """Why training stops: what was not finite on this rank."""
     ce, prior, estep = terms.means[:3].tolist()
+    inputs, weights = _finite("inputs", [batch.x]), _finite("weights", (weight for _, weight in trained(net)))
     return (
         f"the loss or its gradient was not finite in {config.patience} steps in a row, up to step {step}: loss "
         f"{float(terms.loss.detach()):.4g} (ce {ce:.4g}, prior {prior:.4g}, estep {estep:.4g}), "
-        f"{_finite('inputs', [batch.x])}, {_finite('weights', (weight for _, weight in trained(net)))}; wanted a lower lr (it is {config.lr:g}), a "
-        "clip, or scaled inputs (checkpoints are those of before)"
+        f"{inputs}, {weights}; wanted a lower lr (it is {config.lr:g}), a clip, or scaled inputs (checkpoints are "
+        "those of before)"
     )
 
 
