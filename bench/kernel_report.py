@@ -24,6 +24,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported: its interpret
 
 import emulator
 import torch
+from baselines import cap_of
 from common import show
 
 from fastgnl import GNLObjective
@@ -97,7 +98,7 @@ def step(shape: Shape, given: bool) -> None:
     B, C = shape
     g = torch.Generator().manual_seed(0)
     z, t = (torch.randn(B, C, generator=g, requires_grad=True) for _ in range(2))
-    objective = GNLObjective(B, C, backend="triton")
+    objective = GNLObjective(B, C, backend="triton", k_max=cap_of(C), warmup_sets="drawn")
     D = torch.rand(C, generator=g) + 0.1 if given else None
     objective(z, t, torch.arange(B) % C, torch.arange(B), denominator=D)
 

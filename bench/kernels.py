@@ -135,7 +135,8 @@ def make_batch(B: int, C: int, device: str) -> Batch:
 def fused_step(batch: Batch, backend: str) -> Work:
     """The user's own call."""
     B, C = batch.z.shape
-    objective = GNLObjective(4 * B, C, backend=backend, seed=0).to(batch.z.device)
+    options = {"k_max": baselines.cap_of(C), "warmup_sets": "drawn", "seed": 0}
+    objective = GNLObjective(4 * B, C, backend=backend, **options).to(batch.z.device)
 
     def step() -> None:
         batch.z.grad = batch.t.grad = None

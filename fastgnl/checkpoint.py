@@ -335,11 +335,12 @@ class Checkpoints:
             step, lambda: sync_save(state, storage_writer=writer, planner=planner, process_group=self._group)
         )
 
-    def wait(self) -> None:
-        """Finish the save that runs in the background, if there is one."""
-        if self._pending is not None:
-            (step, saving), self._pending = self._pending, None
-            self._saved(step, saving.result)
+    def wait(self) -> bool:
+        """Finish the save that runs in the background, if there is one. False if it could not be written."""
+        if self._pending is None:
+            return True
+        (step, saving), self._pending = self._pending, None
+        return self._saved(step, saving.result)
 
     def _saved(self, step: int, save: Callable[[], object]) -> bool:
         try:

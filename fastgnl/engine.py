@@ -4,11 +4,13 @@ Both are given a loss whose mean over the ranks is that of the global batch, and
 names, so that a run may go on with the other.
 """
 
+import io
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -136,11 +138,13 @@ class Ddp:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """DeepSpeed tells of every part it sets up; only what goes wrong is for the user."""
+    warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)  # what DeepSpeed calls
     logger = logging.getLogger("DeepSpeed")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with redirect_stdout(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)
 
@@ -149,6 +153,11 @@ class DeepSpeed:
     """DeepSpeed with ZeRO stage 0, 1 or 2."""
 
     def __init__(self, net: nn.Module, config: TrainConfig) -> None:
+        check(
+            config.precision != "float16",
+            "precision is 'float16' with engine 'deepspeed', whose loss scale does not fall after a step that was "
+            "skipped, wanted 'bfloat16', or engine 'ddp'",
+        )
         check(find_spec("deepspeed") is not None, "engine is 'deepspeed', which is not installed, wanted it or 'ddp'")
         check(
             is_distributed(),

@@ -94,7 +94,7 @@ class GNLClassifier(ClassifierMixin, BaseEstimator):
         weight_decay: float = 5e-4,
         warmup_epochs: int | str = "auto",
         direction: Direction = "y->x",
-        denominator: Denominator = "batch",
+        denominator: Denominator = "auto",
         prior_kl: PriorKL = "reverse",
         k_max: int | str | None = "auto",
         networks: int = 1,

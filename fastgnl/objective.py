@@ -82,7 +82,7 @@ class GNLObjective(nn.Module):
             check(name in known, f"GNLObjective has no option {name!r}, wanted one of {', '.join(known)}")
         self.config = GNLConfig(num_samples, num_classes, **options)  # type: ignore[arg-type]
         self.network = network
-        self._options: dict[tuple[str, str], Options] = {}
+        self._options: dict[tuple[str, str, bool], Options] = {}
         self._backends: dict[tuple[str, torch.dtype, torch.dtype, torch.dtype, int], str] = {}
         C = num_classes
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
@@ -103,6 +103,8 @@ class GNLObjective(nn.Module):
         self.register_buffer("w_N", torch.zeros(N))
         self.register_buffer("loss_N", torch.full((N,), float("nan")))
         self.top = None if top_k is None else TopK(N, C, top_k)
+        self.register_load_state_dict_post_hook(type(self)._read_epoch)
+        self._read_epoch()
 
     def _checked(self, ids: Tensor) -> Tensor:
         """The ids in ascending order; none if they are all there are."""
@@ -135,6 +137,19 @@ class GNLObjective(nn.Module):
     @property
     def in_warmup(self) -> bool:
         return int(self.epoch) < self.config.warmup_epochs
+
+    @property
+    def rest_weight(self) -> float:
+        """What a step multiplies all but the live batch by: mix / mean(rest), where rest sums up N rows of q."""
+        config = self.config
+        if config.rest_rows is None or config.denominator != "dataset":
+            return 1.0
+        return config.rest_rows * config.num_classes / config.num_samples
+
+    def _read_epoch(self, *_: object) -> None:
+        """Note what the epoch decides: to ask for it in each step would stall a device."""
+        self.alone = self.config.warmup_sets == "given" and self.in_warmup
+        """Whether candidate sets are the given label alone now."""
 
     @property
     def wants_momentum(self) -> float | None:
@@ -197,6 +212,8 @@ class GNLObjective(nn.Module):
             self._told or not self.training or not is_distributed(),
             "this objective was not told which samples come to this rank, wanted GNLObjective(..., ids=loader.shard())",
         )
+        if self.alone:
+            coverage = []
         ids = as_int64(index)
         given = Given(
             z,
@@ -244,13 +261,15 @@ class GNLObjective(nn.Module):
         return terms
 
     def _step_with_bank(self, given: Given, bank: Bank, momentum: Tensor | None) -> Terms:
-        """D_j = live_j + mix * (the bank's column sum once it is full); the bank takes in the momentum encoder's q."""
+        """D_j = live_j + the bank's part once it is full; the bank takes in the momentum encoder's q."""
         if self.training:
             check(
                 momentum is not None, "no momentum was given, wanted the momentum encoder's z with denominator='bank'"
             )
         # As a window of one row, which the step would fill with the live sums and which is filled anew each time.
-        self.window_RC.copy_(bank.sum_C if bank.full else torch.zeros_like(bank.sum_C))
+        mix = self.config.rest_rows
+        weight = 1.0 if mix is None else mix * self.config.num_classes / max(sum(bank.rows), 1)
+        self.window_RC.copy_(bank.sum_C * (weight if bank.full else 0.0))
         now = int(self.step)
         terms = self._step(given) if self.top is None else self._step_of_top(given, self.top)
         if self.training and momentum is not None:
@@ -295,25 +314,26 @@ class GNLObjective(nn.Module):
         if given.denominator is not None:
             given = given._replace(denominator=given.denominator.detach().float().contiguous())
         cover = "own" if given.cover is None else "given" if len(given.cover) else "none"
-        return Terms(*differentiable_step(given, state, self.step_options(backend, cover), self.training))
+        options = self.step_options(backend, cover, self.config.uncertainty != "none" and not self.alone)
+        return Terms(*differentiable_step(given, state, options, self.training))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def step_options(self, backend: str, cover: str) -> Options:
+    def step_options(self, backend: str, cover: str, random_labels: bool) -> Options:
         """The options as a fused step takes them."""
-        known = self._options.get((backend, cover))
+        known = self._options.get((backend, cover, random_labels))
         if known is None:
             config = self.config
-            known = self._options[backend, cover] = Options(
+            known = self._options[backend, cover, random_labels] = Options(
                 backend=backend,
                 x_to_y=config.direction == "x->y",
                 prior_kl=PRIORS.index(config.prior_kl),
                 cover_mode=COVERS.index(config.coverage if cover == "own" else cover),
-                random_labels=config.uncertainty != "none",
+                random_labels=random_labels,
                 additive=config.prior_form == "additive",
                 power=int(1 / config.tau),
                 cap=-1 if config.candidate_cap is None else config.candidate_cap,
                 beta=config.beta,
-                mix=config.mix,
+                mix=self.rest_weight,
                 weights=tuple(float(name in config.terms) for name in TERMS),
                 warmup_epochs=config.warmup_epochs,
                 seed=config.seed - 2**64 * (config.seed >= 2**63),
@@ -349,10 +369,13 @@ class GNLObjective(nn.Module):
                 warmup_BC[:, 0],
                 None if self.in_warmup else w_N[slots],
                 k_max=config.candidate_cap,
-                random_labels=config.uncertainty != "none",
+                random_labels=config.uncertainty != "none" and not self.alone,
                 form=config.prior_form,
             )
-            new_BC = self._averaged(old_BC, l_BC)
+            sample_loss_B = -l_BC.gather(1, labels[:, None]).squeeze(1)
+            # A row whose logits are not finite leaves the state of its sample as it was.
+            sound_B = sample_loss_B.isfinite()
+            new_BC = torch.where(sound_B[:, None], self._averaged(old_BC, l_BC), old_BC)
         if denominator is None:
             sum_C, rows = self._column_sums(l_BC, old_BC, new_BC)
         else:
@@ -370,10 +393,9 @@ class GNLObjective(nn.Module):
         # A term left out weighs 0 rather than being dropped: DDP wants every parameter in the graph.
         weighted = [float(name in config.terms) * term.sum() for name, term in zip(TERMS, terms_B, strict=True)]
         loss = torch.stack(weighted).sum() * (world_size() / rows)
-        sample_loss_B = -l_BC.detach().gather(1, labels[:, None]).squeeze(1)
         if self.training:
             state.table[slots] = new_BC
-            state.loss_N[slots] = sample_loss_B.to(state.loss_N.dtype)
+            state.loss_N[slots] = torch.where(sound_B, sample_loss_B.to(state.loss_N.dtype), state.loss_N[slots])
             self.step += 1
         return Terms(
             loss,
@@ -391,7 +413,7 @@ class GNLObjective(nn.Module):
 
     def _column_sums(self, l_BC: Tensor, old_BC: Tensor, new_BC: Tensor) -> tuple[Tensor, Tensor]:
         """D_j = live_j + mix * detached_j, its gradient through the live batch, and the rows of the global batch."""
-        mix = self.config.mix
+        mix = self.rest_weight
         live_C = l_BC.exp().sum(0)
         message = [live_C, live_C.new_full((1,), len(l_BC))]
         if self.config.denominator == "dataset":
@@ -401,7 +423,8 @@ class GNLObjective(nn.Module):
         if self._has_window:
             total_C = live_C + mix * self.window_RC.sum(0)
             if self.training:
-                self.window_RC.copy_(torch.cat([self.window_RC[1:], live_C.detach()[None]]))
+                latest_C = live_C.detach().nan_to_num(nan=0.0, posinf=0.0)
+                self.window_RC.copy_(torch.cat([self.window_RC[1:], latest_C[None]]))
             return total_C, rows
         if self.config.denominator == "dataset":
             old_C, new_C = (part.detach() for part in sums)
@@ -430,6 +453,7 @@ class GNLObjective(nn.Module):
             sum_C = self.M_NC.sum(0, dtype=torch.float64) if self.top is None else self.top.column_sum()
             self.column_sum_C.copy_(sum_over_ranks_(sum_C))
         self.epoch += 1
+        self._read_epoch()
         if self.in_warmup:
             return
         if config.uncertainty == "random":
@@ -464,6 +488,7 @@ class GNLObjective(nn.Module):
 
     def load_shards(self, shards: Iterable[dict[str, Tensor]]) -> None:
         """Pick the state of this rank's samples out of what any number of ranks have kept."""
+        self._read_epoch()
         own, rows = self.own_ids.cpu(), self._rows()
         missing = torch.ones(len(own), dtype=torch.bool)
         banks = []

@@ -5,10 +5,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,8 @@ class Run:
             self.metrics = Metrics(config.folder, rank() == 0, config.wandb)
         self.log_every = LOG_EVERY if config is None else config.log_every
         self.rows, self.since, self.skipped = 0, time.perf_counter(), 0
+        self.saved = 0
+        """The step of the last checkpoint."""
 
     def resume(self) -> tuple[Position, Tally]:
         """Where the run stands: at its beginning, or where its newest whole checkpoint was made."""
@@ -131,7 +133,7 @@ class Run:
             self.metrics.run(ranks=world_size(), **self.facts)
             if saved is not None:
                 self.metrics.event("resumed", step=saved.step, epoch=at.epoch, ranks=saved.ranks)
-        self.skipped = at.skipped
+        self.skipped, self.saved = at.skipped, at.step
         return at, tally
 
     def _check_same(self, facts: dict[str, Any]) -> None:
@@ -145,18 +147,40 @@ class Run:
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due within an epoch, after so many steps."""
-        return self.config is not None and self.config.every is not None and step % self.config.every == 0
+        if self.config is None or self.config.every is None:
+            return False
+        # Not only at a multiple: no checkpoint is made between the batches of a step, nor after one that was skipped.
+        return step // self.config.every > self.saved // self.config.every
 
-    def save(self, at: Position, tally: Tally) -> None:
-        """Write a checkpoint of everything."""
+    def save(self, at: Position, tally: Tally) -> bool:
+        """Write a checkpoint of everything: whether it was written, or is being written."""
         if self.checkpoints is None:
-            return
+            return False
         start = time.perf_counter()
         plain = {"facts": self.facts, "position": asdict(at), "tally": sum_over_ranks(tally.own_sums()).tolist()}
         done = self.checkpoints.save(at.step, self.parts.shared(), self.parts.objective.shard_state(), plain)
         if self.metrics is not None:
             self.metrics.event("checkpoint" if done else "checkpoint failed", step=at.step)
-        at.seconds -= time.perf_counter() - start
+        self.saved = at.step
+        if at.batch > 0:  # between two batches, whose seconds are being counted
+            at.seconds -= time.perf_counter() - start
+        return done
+
+    def leave(self, at: Position, tally: Tally) -> NoReturn:
+        """Write a checkpoint and end the process, as SIGTERM asked."""
+        done = self.save(at, tally) and self.checkpoints is not None and self.checkpoints.wait()
+        if rank() == 0:
+            told = (
+                "this run keeps no checkpoints"
+                if self.checkpoints is None
+                else "a checkpoint is written, the same command goes on from it"
+                if done
+                else "its checkpoint could not be written"
+            )
+            print(f"fastgnl: stopped by SIGTERM after step {at.step}; {told}", file=sys.stderr, flush=True)
+        if is_distributed():
+            dist.barrier()
+        sys.exit(0)
 
     def watch(self, terms: Terms, batch: Batch, at: Position, lr: float) -> dict[str, float] | None:
         """Every few steps, what this rank's rows show, also written to the metrics."""
@@ -213,8 +237,10 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.checkpoints is not None and kind is None:
-            self.checkpoints.wait()
+        if self.checkpoints is not None:
+            # What is being written in the background was good: it is finished, unless other ranks are gone.
+            with nullcontext() if kind is None else suppress(Exception):
+                self.checkpoints.wait()
         if self.metrics is not None:
             self.metrics.event("finished" if kind is None else "stopped")
             self.metrics.close()
@@ -224,7 +250,7 @@ class Told:
     """Whether this process, or any other rank's, was sent SIGTERM."""
 
     def __init__(self) -> None:
-        self.flag = False
+        self.flag, self.asked = False, 0
 
     def on_signal(self, *_: object) -> None:
         self.flag = True
@@ -233,8 +259,9 @@ class Told:
         """Asked by all ranks after the same step."""
         if not is_distributed():
             return self.flag
-        if step % ASKED_EVERY:
+        if step // ASKED_EVERY == self.asked // ASKED_EVERY:
             return False
+        self.asked = step
         flag = torch.tensor(int(self.flag))
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
@@ -252,11 +279,3 @@ def told_to_stop() -> Iterator[Told]:
         yield told
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def leave(step: int, kept: bool) -> None:
-    """End the process as SIGTERM asked."""
-    if rank() == 0:
-        told = "a checkpoint is written, the same command goes on from it" if kept else "this run keeps no checkpoints"
-        print(f"fastgnl: stopped by SIGTERM after step {step}; {told}", file=sys.stderr, flush=True)
-    sys.exit(0)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 OFFSET = 2**15
 """Classes are kept as int16, from -2^15 up, where there are no more than 2^16 of them."""
 CHUNK = 1 << 18
+"""Entries to sum up at a time: as float64 and int64, with their copies, they take eight times the room."""
 
 
 class TopK(nn.Module):
@@ -44,7 +45,8 @@ class TopK(nn.Module):
     def column_sum(self) -> Tensor:
         """sum_i M_ij, float64 [C]."""
         total_C = torch.zeros(self.num_classes, dtype=torch.float64, device=self.share_NK.device)
-        for class_NK, share_NK in zip(self.class_NK.split(CHUNK), self.share_NK.split(CHUNK), strict=True):
+        rows = max(CHUNK // self.k, 1)
+        for class_NK, share_NK in zip(self.class_NK.split(rows), self.share_NK.split(rows), strict=True):
             share = share_NK.double()
             rest_N = self._rest(share)
             total_C += rest_N.sum()

@@ -4,12 +4,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fastgnl.distributed import device, is_distributed, rank, synchronise_batch_norm
+from fastgnl.distributed import device, is_distributed, rank, sum_over_ranks_, synchronise_batch_norm, world_size
 from fastgnl.engine import make_engine, trained
 from fastgnl.errors import InputError
 from fastgnl.evaluate import accuracy, eval_losses
@@ -18,7 +18,7 @@ from fastgnl.loader import Batch, Loader, Source
 from fastgnl.momentum import MomentumEncoder
 from fastgnl.objective import Terms
 from fastgnl.optimise import TrainConfig, learning_rate
-from fastgnl.run import Parts, Position, Run, RunConfig, leave, told_to_stop
+from fastgnl.run import Parts, Position, Run, RunConfig, told_to_stop
 from fastgnl.tally import Epoch, Tally
 from fastgnl.transition import PairNet, TransitionNet
 
@@ -98,7 +98,7 @@ def _prepare(net: TransitionNet | PairNet, objective: Objective, loader: Loader,
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.compile:
         for part in net.nets if isinstance(net, PairNet) else [net]:
-            part.backbone.compile()
+            cast(TransitionNet, part).backbone.compile()
     objective.to(device())
     objective.train()
     if config.accumulate > 1 and rank() == 0 and hasattr(objective, "config"):
@@ -124,6 +124,9 @@ class _Stepper:
         momentum = objective.wants_momentum
         self.encoder = MomentumEncoder(net, momentum).to(device()) if momentum else None
         self.engine = make_engine(net, config)
+        # A skipped step must not leave its traces in the running statistics of BatchNorm either.
+        self.buffers = list(net.buffers())
+        self.before = [buffer.clone() for buffer in self.buffers]
         self.bad = 0
         """Steps in a row that were skipped."""
 
@@ -134,6 +137,8 @@ class _Stepper:
         """Add the gradient of a batch; with the last of its group, take the step."""
         lr, first = self.rate(at), at.batch // self.config.accumulate * self.config.accumulate
         group = min(self.config.accumulate, self.per_epoch - first)
+        if at.batch == first:
+            torch._foreach_copy_(self.before, self.buffers)
         at.step, at.batch = at.step + 1, at.batch + 1
         at.between = at.batch - first < group
         _seed_step(self.seed, at.step)
@@ -154,24 +159,30 @@ class _Stepper:
             if self.encoder is not None:
                 self.encoder.follow(self.net, at.taken)
             return
+        torch._foreach_copy_(self.buffers, self.before)
         at.skipped, self.bad = at.skipped + 1, self.bad + 1
         if self.bad >= self.config.patience:
             raise InputError(_diagnosis(self.net, terms, batch, self.config, at.step))
 
 
-def _finite(name: str, values: Iterable[Tensor]) -> str:
-    bad = sum(int((~value.isfinite()).sum()) for value in values if value.is_floating_point())
+def _not_finite(values: Iterable[Tensor]) -> int:
+    return sum(int((~value.isfinite()).sum()) for value in values)
+
+
+def _finite(name: str, bad: int) -> str:
     return f"{name} hold {bad} values that are not finite" if bad else f"{name} are finite"
 
 
 def _diagnosis(net: TransitionNet | PairNet, terms: Terms, batch: Batch, config: TrainConfig, step: int) -> str:
-    """Why training stops: what was not finite on this rank."""
-    ce, prior, estep = terms.means[:3].tolist()
-    inputs, weights = _finite("inputs", [batch.x]), _finite("weights", (weight for _, weight in trained(net)))
+    """Why training stops: what was not finite on any rank."""
+    shown = torch.cat([terms.loss.detach()[None], terms.means[:3]]).double() / world_size()
+    message = torch.cat([shown.cpu(), torch.tensor([_not_finite([batch.x])], dtype=torch.float64)])
+    loss, ce, prior, estep, bad = sum_over_ranks_(message).tolist()
+    weights = _finite("weights", _not_finite(weight.detach() for _, weight in trained(net)))
     return (
         f"the loss or its gradient was not finite in {config.patience} steps in a row, up to step {step}: loss "
-        f"{float(terms.loss.detach()):.4g} (ce {ce:.4g}, prior {prior:.4g}, estep {estep:.4g}), "
-        f"{inputs}, {weights}; wanted a lower lr (it is {config.lr:g}), a clip, or scaled inputs (checkpoints are "
+        f"{loss:.4g} (ce {ce:.4g}, prior {prior:.4g}, estep {estep:.4g}), {_finite('inputs', int(bad))}, "
+        f"{weights}; wanted a lower lr (it is {config.lr:g}), a clip, or scaled inputs (checkpoints are "
         "those of before)"
     )
 
@@ -225,13 +236,13 @@ def train(
                 if at.between or stepper.bad:
                     continue
                 if told.anyone(at.step):
-                    kept.save(at, tally)
-                    leave(at.step, run is not None)
+                    kept.leave(at, tally)
                 if kept.due(at.step) and at.batch < len(loader):
                     kept.save(at, tally)
             start = time.perf_counter()
             objective.end_epoch(eval_losses(net, loader.source) if objective.wants_losses else None)
             at.seconds += time.perf_counter() - start
+            lr = learning_rate(config, at.epoch + (len(loader) - 1) / len(loader))  # no batch may have been left
             kept.end_epoch(at, tally, lr, None if test is None else accuracy(net, test))
             tally = Tally()
             if not stepper.bad:

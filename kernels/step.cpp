@@ -210,6 +210,9 @@ inline float maximum(F v) { return -minimum(-v); }
 // Of counts below 2**24, which float32 adds exactly.
 inline int64_t sum(I v) { return (int64_t)sum(__builtin_convertvector(v, F)); }
 
+// 1.5 * 2**23: the low bits of x + MAGIC are round(x), and twice the bias of an exponent.
+constexpr float MAGIC = 12582912.0f + 254.0f;
+
 // e^x for x <= 0 to about 1.5 ulp, 0 below -104. NaN stays NaN. Several vectors in step: one alone is a chain of
 // 60 cycles, and the processor does not look far enough ahead to fill them with the next ones.
 template <int COUNT>
@@ -217,8 +220,8 @@ ALWAYS_INLINE void exp_negative(F (&x)[COUNT]) {
     F shifted[COUNT], r[COUNT], y[COUNT];
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; ++i) {
-        shifted[i] = fma(x[i], all(1.44269504f), all(12582912.0f));  // 1.5 * 2**23: low bits are round(x / log 2)
-        r[i] = shifted[i] - all(12582912.0f);
+        shifted[i] = fma(x[i], all(1.44269504f), all(MAGIC));
+        r[i] = shifted[i] - all(MAGIC);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; ++i) r[i] = fma(r[i], all(-1.42860677e-6f), fma(r[i], all(-0.693145752f), x[i]));
@@ -232,11 +235,10 @@ ALWAYS_INLINE void exp_negative(F (&x)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) y[i] = fma(y[i], r[i], all(1.0f));
 #pragma GCC unroll 8
     for (int i = 0; i < COUNT; ++i) {
-        // 2**64 too large where 2**n is no normal number, and then brought down, so that it rounds as it should.
-        const U tiny = (U)(x[i] < all(-80.0f));
-        const U scaled = (U)fma(y[i], r[i], all(1.0f)) + (((U)shifted[i] + (tiny & 64u)) << 23);
-        const F down = (F)((U)all(1.0f) - (tiny & (64u << 23)));
-        x[i] = (F)((U)((F)scaled * down) & ~(U)(x[i] < all(-104.0f)));
+        // 2**n may be no normal number: as two factors, of which the second rounds as it should.
+        const U half = (U)shifted[i] >> 1, rest = (U)shifted[i] - half;
+        const F scaled = fma(y[i], r[i], all(1.0f)) * (F)(half << 23) * (F)(rest << 23);
+        x[i] = (F)((U)scaled & ~(U)(x[i] < all(-104.0f)));
     }
 }
 
@@ -1136,6 +1138,9 @@ inline NoisyTerms noisy_terms(const Step& s, Prior prior, const CleanSums& clean
     return {terms.ce / (float)s.K, terms.estep / (float)s.K};
 }
 
+// False where a row's logits are not finite: its sample's row of M and loss_N are then left as they were.
+inline bool is_sound(float sample_loss) { return std::isfinite(sample_loss); }
+
 // M_i <- beta M_i + (1 - beta) clip(q_i) / sum_j clip(q_ij), and what that adds to the column sums.
 inline void update_table(const Step& s, const float* table, float clipped, int64_t slot, Scratch& scratch) {
     const int64_t end = padded(s.C);
@@ -1264,7 +1269,7 @@ inline void step_row(const Step& s, const Keys& keys, const Denominator& D, int6
         store_row(out, s.z_dtype, s.C, to);
     }
     s.sample_loss[i] = sample_loss;
-    if (s.update) {
+    if (s.update && is_sound(sample_loss)) {
         update_table(s, table, sums.clipped, slot, scratch);
         s.loss_N[slot] = sample_loss;
     }
@@ -1656,12 +1661,14 @@ inline void noisy_lanes(const Step& s, float scale, F own, F own_prior, LaneRows
 // As update_table.
 inline void update_lanes(const Step& s, F clipped, F sample_loss, LaneRows rows, LaneState& state, Scratch& scratch) {
     const F keep = all((float)s.beta), take = all((float)(1.0 - s.beta)) / clipped;
+    const I sound = sample_loss - sample_loss == F{};
     for (int64_t j = 0; j < s.C * LANES; j += LANES) {
-        const F q = smaller(larger(row(state.q + j), all(CLIP)), all(1.0f - CLIP));
-        store(state.e + j, fma(q, take, keep * row(state.table + j)));
+        const F q = smaller(larger(row(state.q + j), all(CLIP)), all(1.0f - CLIP)), old = row(state.table + j);
+        store(state.e + j, sound ? fma(q, take, keep * old) : old);
     }
     to_rows(state.e, s.table_dtype, s.C, rows, [&](int64_t i) { return s.slots[i] * s.C; }, s.M);
-    for (int lane = 0; lane < rows.count; ++lane) s.loss_N[s.slots[rows[lane]]] = sample_loss[lane];
+    for (int lane = 0; lane < rows.count; ++lane)
+        if (is_sound(sample_loss[lane])) s.loss_N[s.slots[rows[lane]]] = sample_loss[lane];
     if (!s.dataset) return;
     load_table(s, rows, state.e);  // as it was stored
     float* const moved = scratch.second_sum;
@@ -1816,7 +1823,8 @@ void all_grad_z(const Step& s) {
 inline void shift_window(const Step& s) {
     if (!s.window_RC || s.R == 0) return;
     std::memmove(s.window_RC, s.window_RC + s.C, (size_t)((s.R - 1) * s.C) * 4);
-    std::copy(s.sums, s.sums + s.C, s.window_RC + (s.R - 1) * s.C);
+    float* const latest = s.window_RC + (s.R - 1) * s.C;
+    for (int64_t j = 0; j < s.C; ++j) latest[j] = std::isfinite(s.sums[j]) ? s.sums[j] : 0.0f;
 }
 
 // Whether all of [0, size); else `bad` is the lowest if negative, or the highest.

@@ -9,6 +9,8 @@ and read twice, the second time from the L2 cache. A program that adds over rows
 program of each group, found by a ticket, adds its group in order, and the last group adds all: the same bits every
 run, no float atomics.
 
+A row whose -log q_i[y_i] is not finite is not ``sound``: it leaves its sample's row of M and its loss as they were.
+
 Axes: B rows, C classes, K draws, N samples this rank keeps, X given coverage labels, P programs, L rows of the
 window; in a kernel [R, J]: a tile of rows and classes. ``cls`` are the classes of a tile.
 """
@@ -204,6 +206,11 @@ def _denominator(sums, column_sum, window, given, at, valid, C, L, mix, LIVE: tl
             for row in range(L):
                 D += mix * tl.load(window + row * C + at, mask=valid, other=0.0)
     return D + TINY
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x) < float("inf")
 
 
 @triton.jit
@@ -589,6 +596,7 @@ def rows_kernel(
             if not X_TO_Y:
                 estep_R += tl.log(f_p_R / t_sum_R) - q_log_p_R
             prior_R, sum_U_R = _prior_term(Z_R, gap_R, q_gap_R, p_R, p_l_R, PRIOR)
+            sound_R = _is_finite(l_y_R)
         else:
             member = (cls == y_R[:, None]) | (cls == a_R[:, None]) | (cls == b_R[:, None])
             chosen = tl.zeros([R, BLOCK], tl.int1)
@@ -613,6 +621,7 @@ def rows_kernel(
             q = q * inverse_R[:, None]
             q_l_R = tl.sum(q * zs, 1) - log_sum_R
             l_y_R = tl.sum(tl.where(cls == y_R[:, None], zs, 0.0), 1) - log_sum_R
+            sound_R = alive_R & _is_finite(l_y_R)
             # D is read where it is used rather than kept: registers are what bounds the tile.
             D = _denominator(sums, column_sum, window, given, at, at < C, C, L, mix, LIVE, DATASET)[None, :]
             if LIVE and program == 0:
@@ -637,9 +646,10 @@ def rows_kernel(
                 clipped = tl.where(cls < C, tl.minimum(tl.maximum(q, CLIP), 1 - CLIP), 0.0)
                 new = beta * old + (1 - beta) * (clipped / tl.sum(clipped, 1)[:, None])
                 new = new.to(M.dtype.element_ty)
-                tl.store(M_R[:, None] + cls, new, mask=here)
+                taken = here & sound_R[:, None]
+                tl.store(M_R[:, None] + cls, new, mask=taken)
                 if DATASET:
-                    delta_sum += tl.sum(tl.where(here, new.to(tl.float32) - old, 0.0), 0)
+                    delta_sum += tl.sum(tl.where(taken, new.to(tl.float32) - old, 0.0), 0)
             ce_R = tl.zeros([R], tl.float32)
             estep_R = tl.zeros([R], tl.float32)
             for draw in range(K):
@@ -670,7 +680,7 @@ def rows_kernel(
         if clean is not None:
             tl.store(covered + row_R, known_R.to(tl.int8), mask=alive_R)
         if UPDATE:
-            tl.store(loss + slot_R, -l_y_R, mask=alive_R)
+            tl.store(loss + slot_R, -l_y_R, mask=sound_R)
         if LIVE:
             tl.store(picked + row_R, a_R, mask=alive_R)
             tl.store(picked + B + row_R, b_R, mask=alive_R)
@@ -707,9 +717,9 @@ def rows_kernel(
                     old = tl.load(M_R[:, None] + at, mask=here, other=0.0).to(tl.float32)
                     clipped = tl.minimum(tl.maximum(q, CLIP), 1 - CLIP)
                     new = (beta * old + (1 - beta) * (clipped / clipped_R[:, None])).to(M.dtype.element_ty)
-                    tl.store(M_R[:, None] + at, new, mask=here)
+                    tl.store(M_R[:, None] + at, new, mask=here & sound_R[:, None])
                     if DATASET:
-                        delta = new.to(tl.float32) - old
+                        delta = tl.where(sound_R[:, None], new.to(tl.float32) - old, 0.0)
                         if first != program * R:
                             delta += tl.load(mine + C + at, mask=here, other=0.0)
                         tl.store(mine + C + at, delta, mask=here)
@@ -821,7 +831,8 @@ def finish_kernel(
             if window is not None:
                 for row in range(L - 1):
                     tl.store(window + row * C + at, tl.load(window + (row + 1) * C + at, mask=at < C), mask=at < C)
-                tl.store(window + (L - 1) * C + at, tl.load(sums + at, mask=at < C), mask=at < C)
+                live = tl.load(sums + at, mask=at < C, other=0.0)
+                tl.store(window + (L - 1) * C + at, tl.where(_is_finite(live), live, 0.0), mask=at < C)
     if grad_z is not None and PRIOR != CE:
         grad_scale = weight_prior * world / tl.load(sums + C * (1 + DATASET))
         if HALF:

@@ -37,7 +37,7 @@ EMULATED = {
     "few classes": (Case(9, 10, steps=1), 90, True, "lockstep"),
     "dataset": (Case(19, 33, coverage=2, strided=True, far=True, steps=1, options=EVERYTHING), 80, False, "warp"),
     "window": (
-        Case(6, 100, steps=1, options={"denominator": "window", "mix": 0.3, "prior_kl": "forward"}),
+        Case(6, 100, steps=1, options={"denominator": "window", "prior_kl": "forward"}),
         100,
         True,
         "warp",
@@ -57,6 +57,7 @@ EMULATED = {
     "a block": (Case(3, 1000, far=True, steps=1, options={"warmup_epochs": 0, "k_max": None}), 90, False, "warp"),
     "bfloat16": (Case(2, 1000, steps=1, **BF16, options={"table_dtype": "bfloat16"}), 80, True, "lockstep"),
     "streamed": (Case(2, 2500, far=True, steps=1, options={"denominator": "dataset", "mix": 0.3}), 90, True, "warp"),
+    "spoilt": (Case(9, 10, steps=1, spoilt=float("nan"), options={"denominator": "dataset"}), 90, True, "lockstep"),
     "streamed, D given": (Case(1, 4100, steps=1, given_D=True, options={"prior_kl": "forward"}), 86, False, "lockstep"),
 }
 

@@ -122,13 +122,24 @@ def test_every_option_makes_a_difference(make_batch, options):
     assert (losses[0] - losses[1]).abs() > 1e-4
 
 
-@pytest.mark.parametrize(("C", "cap"), [(100, None), (101, 20)])
+@pytest.mark.parametrize(("C", "cap"), [(100, None), (101, 10)])
 def test_random_candidates_are_capped_beyond_100_classes(C, cap):
     objective = GNLObjective(30, C, warmup_epochs=0, coverage="none")
     objective.w_N.fill_(1.0)
     zeros = torch.zeros(30, C)
     terms = objective(zeros, zeros, torch.arange(30), torch.arange(30))
     assert (terms.set_size == 1 + (cap or C - 1)).all()
+
+
+@pytest.mark.parametrize(("C", "settled"), [(100, ("batch", None, None, "drawn")), (101, ("batch", None, 10, "given"))])
+def test_what_auto_settles_to(C, settled):
+    """By the number of classes: docs/large-label-sets.md."""
+    config = GNLConfig(2, C)
+    assert (config.denominator, config.mix, config.k_max, config.warmup_sets) == settled
+    for denominator in ("bank", "dataset"):
+        assert GNLConfig(2, C, denominator=denominator).mix == (0.25 if C > 100 else None)
+    own = GNLConfig(2, C, denominator="dataset", mix=None, k_max=None, warmup_sets="drawn")
+    assert (own.denominator, own.mix, own.k_max, own.warmup_sets) == ("dataset", None, None, "drawn")
 
 
 def test_the_moving_average(make_batch):
@@ -158,13 +169,12 @@ def test_the_coverage_label_is_drawn_before_the_table_is_updated(make_batch):
     assert second.covered.double().mean() > 0.999
 
 
-@pytest.mark.parametrize("mix", [1.0, 0.3])
-def test_window_denominator_adds_the_last_batches_detached(make_batch, mix):
-    objective, plain = certain_sets(denominator="window", window=3, mix=mix), certain_sets()
+def test_window_denominator_adds_the_last_batches_detached(make_batch):
+    objective, plain = certain_sets(denominator="window", window=3), certain_sets()
     batches = [make_batch(seed=s) for s in range(5)]
     for i, b in enumerate(batches):
         older = sum((torch.softmax(o.z.detach(), 1).sum(0) for o in batches[max(0, i - 2) : i]), torch.zeros(5))
-        expected = formula(b, torch.softmax(b.z, 1).sum(0) + mix * older)
+        expected = formula(b, torch.softmax(b.z, 1).sum(0) + older)
         actual = step(objective, b).loss
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         (grad, expected_grad) = (torch.autograd.grad(loss, b.z)[0] for loss in (actual, expected))
@@ -173,14 +183,16 @@ def test_window_denominator_adds_the_last_batches_detached(make_batch, mix):
             assert (actual - step(plain, b).loss).abs() > 1e-4
 
 
-@pytest.mark.parametrize("mix", [1.0, 0.3])
+@pytest.mark.parametrize("mix", [None, 0.3])
 def test_dataset_denominator_is_the_table_with_the_live_rows_in_it(make_batch, mix):
+    """Its other rows weigh so much that an average class of 40 samples counts for ``mix``."""
+    weight = 1 if mix is None else mix * 5 / 40
     objective, plain = certain_sets(denominator="dataset", mix=mix), certain_sets()
     for s in range(4):
         b = make_batch(seed=s)
         rest = torch.ones(40, dtype=torch.bool)
         rest[b.index] = False
-        expected = formula(b, mix * objective.M_NC[rest].double().sum(0) + torch.softmax(b.z, 1).sum(0))
+        expected = formula(b, weight * objective.M_NC[rest].double().sum(0) + torch.softmax(b.z, 1).sum(0))
         actual = step(objective, b).loss
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         (grad, expected_grad) = (torch.autograd.grad(loss, b.z)[0] for loss in (actual, expected))
@@ -267,7 +279,7 @@ def test_the_column_sum_is_made_exact_at_the_end_of_an_epoch(make_batch):
 
 def test_the_specified_constants():
     config = GNLConfig(2, 2)
-    assert (config.beta, config.tau, config.k_max, config.warmup_epochs) == (0.9, 0.5, "auto", 10)
+    assert (config.beta, config.tau, config.k_max, config.warmup_epochs) == (0.9, 0.5, None, 10)
     assert (config.direction, config.denominator, config.prior_kl) == ("y->x", "batch", "reverse")
     assert (config.prior_form, config.coverage, config.uncertainty) == ("set", "sample", "mixture")
     assert (config.estep, config.loss_source, config.terms) == ("normalised", "online", ("ce", "prior", "estep"))
