@@ -3,6 +3,8 @@
 Run by ``torchrun --standalone --nproc-per-node 2 launchers/digits.py`` or ``fastgnl demo``.
 """
 
+import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from fastgnl import report
 from fastgnl.cross_entropy import CrossEntropy
-from fastgnl.distributed import process_group, rank, world_size
+from fastgnl.distributed import on_first_rank, process_group, rank, world_size
 from fastgnl.errors import check_choice, check_count, check_range, check_seed
 from fastgnl.evaluate import eval_losses, predict_proba
 from fastgnl.files import check_writable
@@ -25,6 +27,7 @@ from fastgnl.mixture import noise_probability
 from fastgnl.objective import GNLObjective
 from fastgnl.optimise import TrainConfig
 from fastgnl.progress import Progress
+from fastgnl.run import RunConfig
 from fastgnl.tally import Epoch
 from fastgnl.task import NoiseKind, Task, check_data, make_task
 from fastgnl.trainer import Objective, train
@@ -32,6 +35,8 @@ from fastgnl.transition import class_transition, with_transition
 
 NAMES = {"ce": "cross-entropy", "gnl": "GNL"}
 PICTURES = 32
+CHECKPOINT_EVERY = 10
+"""Epochs. Workers that torchrun starts again go on from there."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,8 @@ class Result(NamedTuple):
         return float(np.median([epoch.seconds for epoch in self.history[1:]]))
 
 
-def run_method(method: str, task: Task, config: DemoConfig) -> Result:
-    """Train the task's network with one method."""
+def run_method(method: str, task: Task, config: DemoConfig, folder: Path | None = None) -> Result:
+    """Train the task's network with one method, the run kept in a folder if there is one."""
     C, N = len(task.classes), len(task.train.labels)
     torch.manual_seed(config.seed)
     backbone: Any = task.backbone()
@@ -110,6 +115,7 @@ def run_method(method: str, task: Task, config: DemoConfig) -> Result:
             task.test,
             progress.on_batch,
             progress.on_epoch,
+            None if folder is None else RunConfig(folder, every_epochs=CHECKPOINT_EVERY),
         )
     losses = eval_losses(net, task.train)
     w = noise_probability(losses)
@@ -268,17 +274,28 @@ def write_report(path: Path, task: Task, results: dict[str, Result], config: Dem
     )
 
 
+def start_anew(config: DemoConfig) -> None:
+    """Clear what an earlier demo left in the folder."""
+    for method in NAMES:
+        shutil.rmtree(config.out / method, ignore_errors=True)
+
+
 def run(config: DemoConfig) -> dict[str, Result]:
     """Train both methods and, on rank 0, print the table and write the page."""
     check_data(config.data, config.test)
     check_writable(config.page)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        on_first_rank(lambda: start_anew(config))
     start = time.perf_counter()
     task = make_task(config.data, config.test, config.noise, config.rate, config.seed, config.out)
-    results = {method: run_method(method, task, config) for method in NAMES}
+    results = {method: run_method(method, task, config, config.out / method) for method in NAMES}
     if rank() == 0:
         print(f"\n{report.text_table(HEADER, table_rows(results))}", flush=True)
         write_report(config.page, task, results, config, time.perf_counter() - start)
         print(f"\npage: {config.page.resolve()}", flush=True)
+        print(
+            f"curves as they grow: fastgnl report {' '.join(str(config.out / method) for method in NAMES)}", flush=True
+        )
     return results
 
 

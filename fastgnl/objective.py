@@ -252,7 +252,7 @@ class GNLObjective(nn.Module):
         slots = given.slots
         check_below("index", slots, len(self.w_N))
         rows_BC = top.read(slots).to(self.M_NC.dtype)
-        losses_B = self.loss_N.new_empty(len(slots))
+        losses_B = self.loss_N[slots]
         places = torch.arange(len(slots), device=slots.device)
         terms = self._step(given._replace(slots=places, w=given.w[slots]), rows_BC, losses_B)
         if self.training:

@@ -37,7 +37,9 @@ class RunConfig:
     folder: Path
     """For metrics.jsonl and checkpoints/. A run that is found there goes on."""
     every: int | None = None
-    """Steps between checkpoints; when not given, one at the end of each epoch."""
+    """Steps between checkpoints within an epoch."""
+    every_epochs: int = 1
+    """Epochs between checkpoints; the last one is always kept."""
     keep: int = 3
     """Checkpoints to keep, the newest."""
     background: bool = False
@@ -50,6 +52,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.every is not None:
             check_count("every", self.every, 1)
+        check_count("every_epochs", self.every_epochs, 1)
         check_count("keep", self.keep, 1)
         check_count("log_every", self.log_every, 1)
 
@@ -151,6 +154,10 @@ class Run:
             return False
         # Not only at a multiple: no checkpoint is made between the batches of a step, nor after one that was skipped.
         return step // self.config.every > self.saved // self.config.every
+
+    def due_after(self, epochs: int, of: int) -> bool:
+        """Whether one is due after so many epochs of all."""
+        return self.config is not None and (epochs == of or epochs % self.config.every_epochs == 0)
 
     def save(self, at: Position, tally: Tally) -> bool:
         """Write a checkpoint of everything: whether it was written, or is being written."""

@@ -245,7 +245,7 @@ def train(
             lr = learning_rate(config, at.epoch + (len(loader) - 1) / len(loader))  # no batch may have been left
             kept.end_epoch(at, tally, lr, None if test is None else accuracy(net, test))
             tally = Tally()
-            if not stepper.bad:
+            if not stepper.bad and kept.due_after(at.epoch, config.epochs):
                 kept.save(at, tally)
             if on_epoch:
                 on_epoch(at.history[-1])
