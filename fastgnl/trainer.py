@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgnl.distributed import device, is_distributed, rank, sum_over_ranks_, synchronise_batch_norm, world_size
 from fastgnl.engine import make_engine, trained
-from fastgnl.errors import InputError
+from fastgnl.errors import InputError, check
 from fastgnl.evaluate import accuracy, eval_losses
 from fastgnl.kernels.backends import notice
 from fastgnl.loader import Batch, Loader, Source
@@ -244,6 +244,11 @@ def train(
             at.seconds += time.perf_counter() - start
             lr = learning_rate(config, at.epoch + (len(loader) - 1) / len(loader))  # no batch may have been left
             kept.end_epoch(at, tally, lr, None if test is None else accuracy(net, test))
+            check(
+                at.taken > 0,
+                f"no step of epoch {at.epoch} had a finite loss and gradient, wanted a lower lr (it is {config.lr:g}), "
+                "or scaled inputs",
+            )
             tally = Tally()
             if not stepper.bad and kept.due_after(at.epoch, config.epochs):
                 kept.save(at, tally)

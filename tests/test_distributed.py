@@ -38,11 +38,12 @@ def test_any_number_of_ranks_gives_the_same_parameters(tmp_path_factory, one_ran
         room = 1e-10 if case in CASES else 2e-3
         assert one_rank[case].keys() == many[case].keys()
         for name, value in one_rank[case].items():
+            near = max(room, 1e-6) if name.endswith("w") else room  # w is float32 everywhere
             torch.testing.assert_close(
                 many[case][name],
                 value,
-                rtol=room,
-                atol=room,
+                rtol=near,
+                atol=near,
                 equal_nan=True,
                 msg=lambda m, n=name, c=case: f"{c} {n}: {m}",
             )
@@ -87,7 +88,7 @@ def test_the_fused_step_trains_as_the_reference_does(one_rank, two_ranks):
     for ranks in (one_rank, two_ranks):
         for case in FUSED:
             wanted = ranks[case.removeprefix("fused ")]
-            for name in ("history", "q", "objective.M_NC", "net.clean.weight"):
+            for name in ("history", "q", "objective.M", "net.clean.weight"):
                 torch.testing.assert_close(ranks[case][name].double(), wanted[name].double(), rtol=5e-3, atol=5e-3)
 
 

@@ -33,6 +33,19 @@ CASES = ("batch", "window", "dataset", "pair", "prior only", "ce")
 FUSED = ("fused batch", "fused window", "fused dataset")
 
 
+def whole_state(objective: nn.Module) -> dict[str, torch.Tensor]:
+    """The label state of all samples, put together from the ranks' shards, and what they share."""
+    found = dict(objective.shared_state())
+    shard = objective.shard_state()
+    for name, value in shard.items():
+        mark = name[:2] if name[:2] in ("0 ", "1 ") else ""
+        if name != f"{mark}ids":
+            full = torch.zeros(N, *value.shape[1:], dtype=value.dtype)
+            full[shard[f"{mark}ids"]] = value
+            found[name] = sum_over_ranks(full)
+    return found
+
+
 def outcome(case: str) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     fused = case.startswith("fused")
@@ -66,7 +79,7 @@ def outcome(case: str) -> dict[str, torch.Tensor]:
         "q": predict_proba(net, samples),
         "losses": eval_losses(net, samples),
         **{f"net.{name}": value for name, value in net.state_dict().items()},
-        **{f"objective.{name}": value for name, value in objective.state_dict().items()},
+        **{f"objective.{name}": value for name, value in whole_state(objective).items()},
     }
 
 
