@@ -109,8 +109,8 @@ class Parts:
 class Run:
     """The run of a folder; without one nothing is kept."""
 
-    def __init__(self, config: RunConfig | None, parts: Parts, facts: dict[str, Any]) -> None:
-        self.config, self.parts, self.facts = config, parts, facts
+    def __init__(self, config: RunConfig | None, parts: Parts, facts: dict[str, Any], epochs: int) -> None:
+        self.config, self.parts, self.facts, self.epochs = config, parts, facts, epochs
         self.metrics: Metrics | None = None
         self.checkpoints: Checkpoints | None = None
         if config is not None:
@@ -133,7 +133,7 @@ class Run:
             if rank() == 0:
                 tally.sums = torch.tensor(saved.plain["tally"], dtype=torch.float64)
         if self.metrics is not None:
-            self.metrics.run(ranks=world_size(), **self.facts)
+            self.metrics.run(ranks=world_size(), epochs=self.epochs, **self.facts)
             if saved is not None:
                 self.metrics.event("resumed", step=saved.step, epoch=at.epoch, ranks=saved.ranks)
         self.skipped, self.saved = at.skipped, at.step
@@ -155,9 +155,9 @@ class Run:
         # Not only at a multiple: no checkpoint is made between the batches of a step, nor after one that was skipped.
         return step // self.config.every > self.saved // self.config.every
 
-    def due_after(self, epochs: int, of: int) -> bool:
-        """Whether one is due after so many epochs of all."""
-        return self.config is not None and (epochs == of or epochs % self.config.every_epochs == 0)
+    def due_after(self, epochs: int) -> bool:
+        """Whether one is due after so many epochs."""
+        return self.config is not None and (epochs == self.epochs or epochs % self.config.every_epochs == 0)
 
     def save(self, at: Position, tally: Tally) -> bool:
         """Write a checkpoint of everything: whether it was written, or is being written."""

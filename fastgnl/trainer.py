@@ -219,7 +219,7 @@ def train(
     _prepare(net, objective, loader, config)
     stepper = _Stepper(net, objective, loader, config)
     parts = Parts(net, stepper.engine, objective, stepper.encoder)
-    with told_to_stop() as told, Run(run, parts, _facts(loader, objective)) as kept:
+    with told_to_stop() as told, Run(run, parts, _facts(loader, objective), config.epochs) as kept:
         at, tally = kept.resume()
         if on_batch and at.step:
             on_batch(at.step * len(loader.source.labels) // len(loader), None)
@@ -250,7 +250,7 @@ def train(
                 "or scaled inputs",
             )
             tally = Tally()
-            if not stepper.bad and kept.due_after(at.epoch, config.epochs):
+            if not stepper.bad and kept.due_after(at.epoch):
                 kept.save(at, tally)
             if on_epoch:
                 on_epoch(at.history[-1])
