@@ -175,12 +175,11 @@ class Run:
 
     def leave(self, at: Position, tally: Tally) -> NoReturn:
         """Write a checkpoint and end the process, as SIGTERM asked."""
-        done = self.save(at, tally) and self.checkpoints is not None and self.checkpoints.wait()
+        assert self.checkpoints is not None
+        done = self.save(at, tally) and self.checkpoints.wait()
         if rank() == 0:
             told = (
-                "this run keeps no checkpoints"
-                if self.checkpoints is None
-                else "a checkpoint is written, the same command goes on from it"
+                "a checkpoint is written, the same command goes on from it"
                 if done
                 else "its checkpoint could not be written"
             )
@@ -256,8 +255,8 @@ class Run:
 class Told:
     """Whether this process, or any other rank's, was sent SIGTERM."""
 
-    def __init__(self) -> None:
-        self.flag, self.asked = False, 0
+    def __init__(self, listen: bool) -> None:
+        self.listen, self.flag, self.asked = listen, False, 0
 
     def on_signal(self, *_: object) -> None:
         self.flag = True
@@ -266,7 +265,7 @@ class Told:
         """Asked by all ranks after the same step."""
         if not is_distributed():
             return self.flag
-        if step // ASKED_EVERY == self.asked // ASKED_EVERY:
+        if not self.listen or step // ASKED_EVERY == self.asked // ASKED_EVERY:
             return False
         self.asked = step
         flag = torch.tensor(int(self.flag))
@@ -275,10 +274,11 @@ class Told:
 
 
 @contextmanager
-def told_to_stop() -> Iterator[Told]:
-    """SIGTERM, which asks for the machine back, raises a flag instead of ending the process."""
-    told = Told()
-    if threading.current_thread() is not threading.main_thread():
+def told_to_stop(listen: bool) -> Iterator[Told]:
+    """SIGTERM, which asks for the machine back, raises a flag instead of ending the process. A run that keeps nothing
+    does not ``listen``: it ends as any process would."""
+    told = Told(listen)
+    if not listen or threading.current_thread() is not threading.main_thread():
         yield told
         return
     before = signal.signal(signal.SIGTERM, told.on_signal)

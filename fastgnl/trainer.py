@@ -219,7 +219,7 @@ def train(
     _prepare(net, objective, loader, config)
     stepper = _Stepper(net, objective, loader, config)
     parts = Parts(net, stepper.engine, objective, stepper.encoder)
-    with told_to_stop() as told, Run(run, parts, _facts(loader, objective), config.epochs) as kept:
+    with told_to_stop(run is not None) as told, Run(run, parts, _facts(loader, objective), config.epochs) as kept:
         at, tally = kept.resume()
         if on_batch and at.step:
             on_batch(at.step * len(loader.source.labels) // len(loader), None)
