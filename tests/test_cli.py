@@ -225,7 +225,10 @@ def test_demo_under_torchrun(tmp_path):
     assert page.source.count("<svg") == 3
     assert page.source.count('class="tile"') == 32
     assert "2 worker(s)" in page.shown
-    assert [path.name for path in (tmp_path / "page").iterdir()] == ["index.html"]
+    assert sorted(path.name for path in (tmp_path / "page").iterdir()) == ["ce", "gnl", "index.html"]
+    for method in ("ce", "gnl"):
+        kept = sorted(path.name for path in (tmp_path / "page" / method).iterdir())
+        assert {"checkpoints", "metrics.jsonl"} <= set(kept)
 
 
 def test_a_stopped_demo_leaves_no_worker_behind(tmp_path):

@@ -232,7 +232,7 @@ def test_a_failed_fit_leaves_no_half_fitted_model():
     [
         ({"denominator": "dataset", "k_max": 3}, {"denominator": "dataset", "k_max": 3}),
         ({"direction": "x->y", "prior_kl": "forward"}, {"direction": "x->y", "prior_kl": "forward"}),
-        ({"epochs": 12}, {"warmup_epochs": 3, "k_max": "auto"}),
+        ({"epochs": 12}, {"warmup_epochs": 3, "denominator": "batch"}),
         ({"epochs": 12, "warmup_epochs": 7}, {"warmup_epochs": 7}),
     ],
 )
