@@ -30,8 +30,9 @@ def one_rank(tmp_path_factory):
 
 
 def test_two_ranks_give_the_same_parameters(one_rank, two_ranks):
-    """Four do in test_engine. 6 epochs of 3 steps, BatchNorm and every denominator included; batches of 31 and 30 rows. In float64 by the
-    reference and in float32 by the native kernel, where the order of sums shows in the fourth place."""
+    """Four do in test_engine. Here 6 epochs of 3 steps, BatchNorm and every denominator included; batches of 31 and 30
+    rows. In float64 by the reference and in float32 by the native kernel, where the order of sums shows in the fourth
+    place."""
     many = two_ranks
     for case in (*CASES, *FUSED):
         room = 1e-10 if case in CASES else 2e-3
