@@ -1,7 +1,7 @@
 """What works for label sets of any size: candidate caps, warm-ups, denominators and their mixture, on real data.
 
-FASTGNL_DATA=... python bench/large_label_sets.py                        # everything in docs/large-label-sets.md
-FASTGNL_DATA=... python bench/large_label_sets.py --data omniglot242 --settings auto bank --seeds 3
+FASTGNL_DATA=... python bench/large_label_sets.py                        # every setting on Omniglot-242, one seed
+FASTGNL_DATA=... python bench/large_label_sets.py --warmup 15 --seeds 3 --settings auto "given, cap 10, bank, mix 0.25"
 """
 
 import json

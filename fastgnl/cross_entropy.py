@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgnl.distributed import sum_over_ranks, world_size
-from fastgnl.objective import Terms
+from fastgnl.terms import Terms
 
 
 class CrossEntropy(nn.Module):

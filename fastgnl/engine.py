@@ -69,6 +69,28 @@ def trained(net: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, weight) for name, weight in net.named_parameters() if weight.requires_grad)
 
 
+def kept_moments(net: nn.Module, optimizer: torch.optim.Optimizer, keys: tuple[str, ...]) -> dict[str, Tensor]:
+    """What an optimizer of the whole weights keeps of each; zeros before its first step."""
+    found = {}
+    for name, weight in trained(net):
+        for key in keys:
+            kept = optimizer.state.get(weight, {}).get(key)
+            found[f"{name}.{key}"] = torch.zeros_like(weight.detach()) if kept is None else kept
+    return found
+
+
+def restore_moments(
+    net: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, moments: dict[str, Tensor], steps: int
+) -> None:
+    """Put them back, after so many steps."""
+    for name, weight in trained(net):
+        state = optimizer.state[weight]
+        for key in MOMENTS[config.optimizer]:
+            state[key] = moments[f"{name}.{key}"].clone()
+        if config.optimizer == "adamw":
+            state["step"] = torch.tensor(float(steps))
+
+
 class Ddp:
     """DistributedDataParallel, or the network as it is where there is one process only."""
 
@@ -111,12 +133,7 @@ class Ddp:
         return finite
 
     def moments(self) -> dict[str, Tensor]:
-        found = {}
-        for name, weight in trained(self.net):
-            state = self.optimizer.state[weight]
-            for key in MOMENTS[self.config.optimizer]:
-                kept = state.get(key)
-                found[f"{name}.{key}"] = torch.zeros_like(weight.detach()) if kept is None else kept
+        found = kept_moments(self.net, self.optimizer, MOMENTS[self.config.optimizer])
         scale = self.scaler.state_dict()
         found["loss scale"] = torch.tensor(
             [scale.get("scale", 1.0), scale.get("_growth_tracker", 0)], dtype=torch.float64
@@ -124,12 +141,7 @@ class Ddp:
         return found
 
     def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
-        for name, weight in trained(self.net):
-            state = self.optimizer.state[weight]
-            for key in MOMENTS[self.config.optimizer]:
-                state[key] = moments[f"{name}.{key}"].clone()
-            if self.config.optimizer == "adamw":
-                state["step"] = torch.tensor(float(steps))
+        restore_moments(self.net, self.optimizer, self.config, moments, steps)
         scale, since = moments["loss scale"].tolist()
         if self.scaler.is_enabled():
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(since)})
@@ -167,7 +179,6 @@ class DeepSpeed:
         self.device = next(net.parameters()).device
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         import deepspeed
 
         self.engine: Any
@@ -211,40 +222,36 @@ class DeepSpeed:
     def moments(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        found = {}
-        for name, weight in trained(self.net):
-            for key in MOMENTS[self.config.optimizer]:
-                kept = None
-                if not self.shared_out:
-                    kept = self.engine.optimizer.state[weight].get(key)
-                elif self._flat(key) is not None:
-                    kept = safe_get_full_optimizer_state(weight, key).view_as(weight)
-                found[f"{name}.{key}"] = torch.zeros_like(weight.detach()) if kept is None else kept
+        keys = MOMENTS[self.config.optimizer]
+        if not self.shared_out or not self._begun(keys[0]):
+            found = kept_moments(self.net, self.engine.optimizer, keys)
+        else:
+            found = {
+                f"{name}.{key}": safe_get_full_optimizer_state(weight, key).view_as(weight)
+                for name, weight in trained(self.net)
+                for key in keys
+            }
         found["loss scale"] = torch.tensor([1.0, 0.0], dtype=torch.float64)
         return found
 
     def load_moments(self, moments: dict[str, Tensor], steps: int) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        optimizer = self.engine.optimizer
-        keys = MOMENTS[self.config.optimizer]
-        if self.shared_out:
-            optimizer.refresh_fp32_params()
-            for part in optimizer.single_partition_of_fp32_groups:
-                optimizer.optimizer.state[part] = {key: torch.zeros_like(part) for key in keys}
-                if self.config.optimizer == "adamw":
-                    optimizer.optimizer.state[part]["step"] = torch.tensor(float(steps))
-            optimizer._lazy_init_hp_params_optimizer_state()  # ties each weight to its place in those
+        optimizer, keys = self.engine.optimizer, MOMENTS[self.config.optimizer]
+        if not self.shared_out:
+            restore_moments(self.net, optimizer, self.config, moments, steps)
+            return
+        optimizer.refresh_fp32_params()
+        for part in optimizer.single_partition_of_fp32_groups:
+            optimizer.optimizer.state[part] = {key: torch.zeros_like(part) for key in keys}
+            if self.config.optimizer == "adamw":
+                optimizer.optimizer.state[part]["step"] = torch.tensor(float(steps))
+        optimizer._lazy_init_hp_params_optimizer_state()  # ties each weight to its place in those
         for name, weight in trained(self.net):
             for key in keys:
-                if self.shared_out:
-                    safe_set_full_optimizer_state(weight, moments[f"{name}.{key}"], key)
-                else:
-                    optimizer.state[weight][key] = moments[f"{name}.{key}"].clone()
-            if self.config.optimizer == "adamw" and not self.shared_out:
-                optimizer.state[weight]["step"] = torch.tensor(float(steps))
+                safe_set_full_optimizer_state(weight, moments[f"{name}.{key}"], key)
 
-    def _flat(self, key: str) -> Tensor | None:
-        """This rank's part of what the optimizer keeps; None before its first step."""
+    def _begun(self, key: str) -> bool:
+        """Whether this rank's part of the optimizer has taken a step."""
         optimizer = self.engine.optimizer
-        return optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[0]].get(key)
+        return key in optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[0]]

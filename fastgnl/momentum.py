@@ -62,7 +62,8 @@ class Bank(nn.Module):
         self.entries: deque[Entry] = deque()
         self.rows: deque[int] = deque()
         """Of each batch, over all ranks."""
-        self.register_buffer("sum_C", torch.zeros(num_classes, dtype=torch.float64))
+        # Not in a state_dict, which does not hold the rows: a bank that is begun anew must not start from their sums.
+        self.register_buffer("sum_C", torch.zeros(num_classes, dtype=torch.float64), persistent=False)
 
     @property
     def full(self) -> bool:

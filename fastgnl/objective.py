@@ -5,7 +5,7 @@ Axes: N samples of the training set, B rows of this rank, C classes, K draws, R 
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +20,8 @@ from fastgnl.kernels.step import COVERS, PRIORS, TICKETS, Given, Options, State,
 from fastgnl.kernels.terms import log_denominator, row_terms
 from fastgnl.mixture import noise_probability
 from fastgnl.momentum import Bank
+from fastgnl.terms import Terms
 from fastgnl.top_k import TopK
-
-
-class Terms(NamedTuple):
-    """What one step gives. Only ``loss`` carries a gradient."""
-
-    loss: Tensor
-    """The mean over this rank's rows, weighted so that DDP's average is the mean over the global batch."""
-    means: Tensor
-    """ce, prior and estep, means over this rank's rows, at places 0 to 2."""
-    sample_loss: Tensor
-    """-log q_i[y_i], [B]."""
-    set_size: Tensor
-    """|S_i|, [B]."""
-    covered: Tensor | None
-    """Whether S_i holds the clean label, [B]; None where it is not known."""
-
-    @property
-    def ce(self) -> Tensor:
-        return self.means[0]
-
-    @property
-    def prior(self) -> Tensor:
-        return self.means[1]
-
-    @property
-    def estep(self) -> Tensor:
-        return self.means[2]
 
 
 class GNLObjective(nn.Module):

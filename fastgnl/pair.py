@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from fastgnl.batch import check_batch, check_below
 from fastgnl.config import GNLConfig
 from fastgnl.errors import check
-from fastgnl.objective import GNLObjective, Terms
+from fastgnl.objective import GNLObjective
+from fastgnl.terms import Terms
 
 
 def _named(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

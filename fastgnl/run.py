@@ -21,8 +21,8 @@ from fastgnl.errors import check, check_count
 from fastgnl.loader import Batch
 from fastgnl.metrics import Metrics
 from fastgnl.momentum import MomentumEncoder
-from fastgnl.objective import Terms
 from fastgnl.tally import Epoch, Tally
+from fastgnl.terms import Terms
 
 LOG_EVERY = 20
 """Steps between lines of metrics and of the progress bar."""
@@ -186,7 +186,7 @@ class Run:
             print(f"fastgnl: stopped by SIGTERM after step {at.step}; {told}", file=sys.stderr, flush=True)
         if is_distributed():
             dist.barrier()
-        sys.exit(0)
+        sys.exit(0 if done else 1)
 
     def watch(self, terms: Terms, batch: Batch, at: Position, lr: float) -> dict[str, float] | None:
         """Every few steps, what this rank's rows show, also written to the metrics."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgnl.distributed import sum_over_ranks, world_size
 from fastgnl.loader import Batch
-from fastgnl.objective import Terms
+from fastgnl.terms import Terms
 
 
 @dataclass(frozen=True)

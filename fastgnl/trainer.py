@@ -16,10 +16,10 @@ from fastgnl.evaluate import accuracy, eval_losses
 from fastgnl.kernels.backends import notice
 from fastgnl.loader import Batch, Loader, Source
 from fastgnl.momentum import MomentumEncoder
-from fastgnl.objective import Terms
 from fastgnl.optimise import TrainConfig, learning_rate
 from fastgnl.run import Parts, Position, Run, RunConfig, told_to_stop
 from fastgnl.tally import Epoch, Tally
+from fastgnl.terms import Terms
 from fastgnl.transition import PairNet, TransitionNet
 
 

@@ -147,6 +147,17 @@ class TestBank:
             torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=1e-5)
         assert objective.bank.full
 
+    def test_a_state_dict_begins_the_bank_anew(self):
+        """It holds no rows of the bank, so it must not hold their sums either."""
+        objective = GNLObjective(N, C, denominator="bank", bank=B)
+        z, t, labels, index = next(batches(1))
+        objective(z, t, labels, index, None, torch.randn(B, C))
+        assert objective.bank.full
+        again = GNLObjective(N, C, denominator="bank", bank=B)
+        again.load_state_dict(objective.state_dict())
+        assert not again.bank.full
+        assert torch.equal(again.bank.sum_C, torch.zeros(C, dtype=torch.float64))
+
     def test_training_without_the_momentum_encoder_is_refused(self):
         objective = GNLObjective(N, C, denominator="bank")
         z, t, labels, index = next(batches(1))
