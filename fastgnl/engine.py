@@ -181,6 +181,9 @@ class DeepSpeed:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
+        # An all-reduce for inference, compiled before anything runs; a worker killed meanwhile leaves a lock for which
+        # every later one waits for ever.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.engine: Any
         with _quiet():
             self.engine, *_ = deepspeed.initialize(

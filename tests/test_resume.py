@@ -40,7 +40,7 @@ def launched(folder, ranks, restarts=0, **plan):
 
 def ended(process):
     try:
-        return process.communicate(timeout=900)[1]
+        return process.communicate(timeout=300)[1]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
