@@ -1,5 +1,6 @@
 """What a run leaves behind as it goes: lines that stay whole, charts where they can be drawn, the bar."""
 
+import contextlib
 import fcntl
 import json
 import math
@@ -255,24 +256,33 @@ def test_wandb_that_cannot_start(tmp_path, monkeypatch):
         Metrics(tmp_path, wandb="labels")
 
 
+def all_of_terminal(file):
+    """A terminal hands over what was written a little later, and in parts; once closed it ends in an error."""
+    parts = []
+    with contextlib.suppress(OSError):
+        while part := os.read(file, 1 << 16):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
 @pytest.fixture
 def bar(monkeypatch, tmp_path):
     """The lines that a bar draws on a terminal of some columns, or in a log."""
 
     def draw(act, columns=None, **options):
         if columns is None:
-            ours = theirs = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+            ours = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+            theirs = os.dup(ours)
         else:
             ours, theirs = os.openpty()
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
-        with os.fdopen(theirs, "w", closefd=False) as screen:
+        with os.fdopen(theirs, "w") as screen:
             monkeypatch.setattr(sys, "stderr", screen)
             with Progress("GNL", 1000, 40, **options) as progress:
                 act(progress)
             monkeypatch.undo()
-        drawn = (tmp_path / "log").read_text() if columns is None else os.read(ours, 1 << 16).decode()
-        for file in {ours, theirs}:
-            os.close(file)
+        drawn = (tmp_path / "log").read_text() if columns is None else all_of_terminal(ours)
+        os.close(ours)
         return [line.rstrip() for line in drawn.replace("\n", "\r").split("\r") if line.strip()]
 
     return draw
