@@ -40,7 +40,7 @@ class Config:
     """Of each epoch."""
     epochs: int = 4
     """Of each measurement; the first, which warms up, is not counted."""
-    rounds: int = 3
+    rounds: int = 5
     """Measurements of each, in turns; the median ratio is what counts."""
     json: Path | None = None
     """Write the rows here too."""
