@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worker_engine import HAS_DEEPSPEED
 from worker_resume import CASES, STEPS, Kill, run_case
 
 from fastgnl.checkpoint import Checkpoints
@@ -26,6 +27,7 @@ KILLED = {
     "dataset": Kill("end_epoch", 3, 0),
     "top_k": Kill("save", 12, 1),
     "background": Kill("group", 15),
+    **({"zero": Kill("worker", 14, 0)} if HAS_DEEPSPEED else {}),
 }
 PLAIN = ("plain bank", "plain dataset", "plain top_k")
 
