@@ -1,7 +1,7 @@
 """How a network is optimised: the options, and the learning rate of each step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from fastgnl.errors import check, check_choice, check_count, check_range
@@ -10,6 +10,9 @@ Schedule = Literal["step", "cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Optimizer = Literal["sgd", "adamw"]
 EngineName = Literal["ddp", "deepspeed"]
+RISE = 2.0
+"""Epochs over which the learning rate rises where the given labels alone are taught first: begun at once, most such
+runs on 242 classes never left chance (docs/large-label-sets.md)."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,9 @@ class TrainConfig:
     """With schedule="step", the learning rate drops to a tenth after this share of the epochs."""
     schedule: Schedule = "step"
     """The learning rate: one drop, half a cosine to 0, a line to 0, or always the same."""
-    lr_warmup: float = 0.0
-    """Epochs over which the learning rate rises from 0 first."""
+    lr_warmup: float | Literal["auto"] = "auto"
+    """Epochs over which the learning rate rises from 0 first. "auto" is 2 where an objective's candidate sets begin as
+    the given label alone, else 0."""
     optimizer: Optimizer = "sgd"
     clip: float | None = None
     """The largest norm of a gradient; a longer one is scaled down to it."""
@@ -52,7 +56,8 @@ class TrainConfig:
         check_range("weight_decay", self.weight_decay, 0, 1)
         check_range("decay_at", self.decay_at, 0, 1)
         check_choice("schedule", self.schedule, get_args(Schedule))
-        check_range("lr_warmup", self.lr_warmup, 0, self.epochs)
+        if self.lr_warmup != "auto":
+            check_range("lr_warmup", self.lr_warmup, 0, self.epochs)
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
         if self.clip is not None:
             check_range("clip", self.clip, 1e-12, 1e12)
@@ -68,14 +73,22 @@ class TrainConfig:
         check_count("patience", self.patience, 1)
 
 
+def settled(config: TrainConfig, given_alone: bool) -> TrainConfig:
+    """Put in what "auto" stands for, where the given labels alone are taught first, or where they are not."""
+    if config.lr_warmup != "auto":
+        return config
+    return replace(config, lr_warmup=min(RISE, config.epochs) if given_alone else 0.0)
+
+
 def learning_rate(config: TrainConfig, epoch: float) -> float:
     """lr(e) of a step begun after ``epoch`` epochs, whole and broken: min(e / warm-up, 1) times
 
     step: lr, lr / 10 from the epoch nearest to decay_at on; cosine: lr (1 + cos(pi u)) / 2; linear: lr (1 - u), where
     u is the share of the epochs after the warm-up that is over."""
-    rise = min(epoch / config.lr_warmup, 1.0) if config.lr_warmup else 1.0
-    left = config.epochs - config.lr_warmup
-    over = max(epoch - config.lr_warmup, 0.0) / left if left else 1.0
+    warmup = 0.0 if config.lr_warmup == "auto" else config.lr_warmup
+    rise = min(epoch / warmup, 1.0) if warmup else 1.0
+    left = config.epochs - warmup
+    over = max(epoch - warmup, 0.0) / left if left else 1.0
     fall = {
         "step": 0.1 if epoch >= round(config.epochs * config.decay_at) else 1.0,
         "cosine": (1 + math.cos(math.pi * over)) / 2,

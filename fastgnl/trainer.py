@@ -16,7 +16,7 @@ from fastgnl.evaluate import accuracy, eval_losses
 from fastgnl.kernels.backends import notice
 from fastgnl.loader import Batch, Loader, Source
 from fastgnl.momentum import MomentumEncoder
-from fastgnl.optimise import TrainConfig, learning_rate
+from fastgnl.optimise import TrainConfig, learning_rate, settled
 from fastgnl.run import Parts, Position, Run, RunConfig, told_to_stop
 from fastgnl.tally import Epoch, Tally
 from fastgnl.terms import Terms
@@ -67,6 +67,12 @@ class Objective(Protocol):
     def load_shards(self, shards: Iterable[dict[str, Tensor]]) -> None:
         """Pick the state of this rank's samples out of what any number of ranks have kept."""
         ...
+
+
+def _begins_alone(objective: Objective) -> bool:
+    """Whether its candidate sets are the given label alone at first."""
+    config = getattr(objective, "config", None)
+    return config is not None and config.warmup_sets == "given" and config.warmup_epochs > 0
 
 
 def _seed_step(seed: int, step: int) -> None:
@@ -216,6 +222,7 @@ def train(
     """Train for the epochs of ``config``, or what is left of them where the folder of ``run`` holds a checkpoint.
 
     ``on_batch`` is told the rows of each global batch and, now and then, this rank's loss and its terms."""
+    config = settled(config, _begins_alone(objective))
     _prepare(net, objective, loader, config)
     stepper = _Stepper(net, objective, loader, config)
     parts = Parts(net, stepper.engine, objective, stepper.encoder)

@@ -10,8 +10,12 @@ import pytest
 import torch
 from worker_engine import DENOMINATORS, HAS_DEEPSPEED, cases, network, samples, trained, whole_gradient
 
+from fastgnl import GNLObjective, with_transition
 from fastgnl.errors import InputError
+from fastgnl.loader import Loader
 from fastgnl.optimise import TrainConfig, learning_rate
+from fastgnl.samples import Samples
+from fastgnl.trainer import train
 
 WORKER = Path(__file__).with_name("worker_engine.py")
 FLOAT64, FLOAT32 = 1e-10, 2e-5
@@ -166,6 +170,27 @@ def test_learning_rate(options, wanted):
     config = TrainConfig(epochs=9, lr=2.0, **options)
     found = [learning_rate(config, epoch) for epoch in wanted]
     assert found == pytest.approx([2 * value for value in wanted.values()], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("classes", "options", "how", "wanted"),
+    [
+        (101, {}, {}, [0.0, 0.5, 1.0]),
+        (101, {}, {"lr_warmup": 0}, [1.0, 1.0, 1.0]),
+        (101, {"warmup_epochs": 0}, {}, [1.0, 1.0, 1.0]),
+        (101, {"warmup_sets": "drawn"}, {}, [1.0, 1.0, 1.0]),
+        (100, {}, {}, [1.0, 1.0, 1.0]),
+        (100, {"warmup_sets": "given"}, {}, [0.0, 0.5, 1.0]),
+    ],
+)
+def test_the_rate_rises_where_the_given_labels_alone_are_taught_first(classes, options, how, wanted):
+    """By what training itself does: one batch an epoch, whose rate is that of the epoch's beginning."""
+    torch.manual_seed(0)
+    data = Samples(torch.randn(8, 4), torch.randint(classes, (8,)))
+    net = with_transition(torch.nn.Linear(4, 6), 6, classes)
+    config = TrainConfig(epochs=3, lr=1e-3, schedule="constant", **how)
+    history = train(net, GNLObjective(8, classes, **options), Loader(data, 8), config)
+    assert [epoch.lr / 1e-3 for epoch in history] == pytest.approx(wanted)
 
 
 def test_the_rate_follows_the_schedule_within_an_epoch(one):
