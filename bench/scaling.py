@@ -1,4 +1,5 @@
-"""How much faster two processes train than one, one thread each, on the same global batches.
+"""How much faster two processes train than one, one thread each: one with the same global batches, and one with
+batches of as many rows as each of the two has (small batches are faster a row, which the first ratio includes).
 
 python bench/scaling.py        # a small CNN on 32 x 32 colour images; torchrun is started by this command
 """
@@ -26,7 +27,7 @@ from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples
 from fastgnl.trainer import train
 
-BATCH, CLASSES = 128, 10
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Config:
     engines: tuple[Literal["ddp", "deepspeed"], ...] = ("ddp",)
     processes: int = 2
     """To compare with one."""
+    batch: int = 128
+    """Rows of a global batch."""
     steps: int = 12
     """Of each epoch."""
     epochs: int = 4
@@ -49,23 +52,24 @@ class Config:
 
     def __post_init__(self) -> None:
         check_count("processes", self.processes, 2)
+        check_count("batch", self.batch, 2 * self.processes)  # BatchNorm wants two rows
         check_count("epochs", self.epochs, 2)
         check_count("rounds", self.rounds, 1)
 
 
 def work(config: Config, out: Path) -> None:
-    """Train, and note the images a second of the best epoch after the first."""
+    """Train, and note the images a second of every epoch but the first."""
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     samples = Samples(
-        torch.randn(config.steps * BATCH, 3, 32, 32, generator=g),
-        torch.randint(CLASSES, (config.steps * BATCH,), generator=g),
+        torch.randn(config.steps * config.batch, 3, 32, 32, generator=g),
+        torch.randint(CLASSES, (config.steps * config.batch,), generator=g),
     )
     with process_group():
         torch.manual_seed(0)
         backbone = SmallCNN(3)
         net = with_transition(backbone, backbone.num_features, CLASSES)
-        loader = Loader(samples, BATCH)
+        loader = Loader(samples, config.batch)
         objective = GNLObjective(len(samples), CLASSES, ids=loader.shard(), warmup_epochs=1)
         engine = config.engines[0] if world_size() > 1 else "ddp"
         history = train(net, objective, loader, TrainConfig(epochs=config.epochs, engine=engine))
@@ -73,25 +77,17 @@ def work(config: Config, out: Path) -> None:
             out.write_text(json.dumps([epoch.images_per_second for epoch in history[1:]]))
 
 
-def measure(config: Config, processes: int, engine: str) -> float:
-    """Images a second of so many processes: the median over the epochs."""
+def measure(config: Config, processes: int, batch: int, engine: str) -> float:
+    """Images a second of so many processes on global batches of so many rows: the median over the epochs."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rates.json"
         launch = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
         )
-        options = [
-            "--worker",
-            str(out),
-            "--engines",
-            engine,
-            "--steps",
-            str(config.steps),
-            "--epochs",
-            str(config.epochs),
-        ]
+        options = {"worker": out, "engines": engine, "batch": batch, "steps": config.steps, "epochs": config.epochs}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *launch, __file__, *options], env=env, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([sys.executable, *launch, __file__, *words], env=env, check=True, stderr=subprocess.DEVNULL)
         return float(np.median(json.loads(out.read_text())))
 
 
@@ -101,20 +97,23 @@ def main(config: Config) -> None:
         return
     rows = []
     for engine in config.engines:
-        pairs = []
+        sides = ((1, config.batch), (1, config.batch // config.processes), (config.processes, config.batch))
+        found = np.empty((0, len(sides)))
         for _ in range(config.rounds):
-            pairs.append([measure(config, count, engine) for count in (1, config.processes)])
-            print(f"{engine}: {pairs[-1][0]:.0f} and {pairs[-1][1]:.0f} images a second", file=sys.stderr)
-        ratios = sorted(many / one for one, many in pairs)
+            found = np.vstack([found, [measure(config, count, batch, engine) for count, batch in sides]])
+            print(f"{engine}: {', '.join(f'{rate:.0f}' for rate in found[-1])} images a second", file=sys.stderr)
+        same, equal_rows = np.sort(found[:, 2] / found[:, 0]), np.sort(found[:, 2] / found[:, 1])
         rows.append(
             {
                 "engine": engine,
                 "processes": config.processes,
-                "one, images/s": round(float(np.median([one for one, _ in pairs]))),
-                "all, images/s": round(float(np.median([many for _, many in pairs]))),
-                "ratio": round(float(np.median(ratios)), 2),
-                "from": round(ratios[0], 2),
-                "to": round(ratios[-1], 2),
+                "one, images/s": round(float(np.median(found[:, 0]))),
+                "one, its share of the rows": round(float(np.median(found[:, 1]))),
+                "all, images/s": round(float(np.median(found[:, 2]))),
+                "ratio": round(float(np.median(same)), 2),
+                "from": round(float(same[0]), 2),
+                "to": round(float(same[-1]), 2),
+                "ratio, equal rows each": round(float(np.median(equal_rows)), 2),
             }
         )
     show(rows, config.json)

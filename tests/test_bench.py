@@ -28,6 +28,17 @@ def run(script, *args, **env):
             ("--data", "digits", "--epochs", 1),
             {"data", "loader", "images_per_second", "ratio_to_dataloader"},
         ),
+        (
+            "scaling.py",
+            ("--batch", 8, "--steps", 2, "--epochs", 2, "--rounds", 1),
+            {"engine", "ratio, equal rows each"},
+        ),
+        ("faults.py", ("--runs", 1, "--kills", 1), {"kills", "recovered"}),
+        (
+            "label_state.py",
+            ("--data", "webvision", "--samples", 2000, "--batch-size", 8, "--steps", 2),
+            {"bytes a sample", "peak, GB", "met"},
+        ),
     ],
 )
 def test_smallest_size(tmp_path, script, args, columns):
@@ -39,6 +50,22 @@ def test_smallest_size(tmp_path, script, args, columns):
     assert all(columns <= row.keys() for row in rows)
     for column in columns:
         assert column in done.stdout
+
+
+def test_settings_that_are_noted_are_not_run_again(tmp_path):
+    """bench/large_label_sets.py: one real run, and one of another schedule that was noted before there was a choice."""
+    found, out = tmp_path / "found.jsonl", tmp_path / "rows.json"
+    options = ("--data", "digits", "--settings", "paper", "--batch", 720, "--jobs", 1, "--found", found, "--json", out)
+    assert run("large_label_sets.py", *options, "--lr-warmup", 1).returncode == 0
+    (row,) = json.loads(out.read_text())
+    assert 0 < row["last epoch"] <= row["best epoch"]
+    noted = json.loads(found.read_text())
+    assert noted.pop("lr_warmup") == 1
+    lines = found.read_text() + json.dumps(noted | {"last": 12.5}) + "\n"
+    found.write_text(lines)
+    assert run("large_label_sets.py", *options).returncode == 0
+    assert json.loads(out.read_text())[0]["last epoch"] == 12.5
+    assert found.read_text() == lines
 
 
 def test_kernel_report(tmp_path):

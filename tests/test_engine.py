@@ -13,7 +13,7 @@ from worker_engine import DENOMINATORS, HAS_DEEPSPEED, cases, network, samples, 
 from fastgnl import GNLObjective, with_transition
 from fastgnl.errors import InputError
 from fastgnl.loader import Loader
-from fastgnl.optimise import TrainConfig, learning_rate
+from fastgnl.optimise import TrainConfig, learning_rate, settled
 from fastgnl.samples import Samples
 from fastgnl.trainer import train
 
@@ -167,7 +167,7 @@ def test_compiled_trains_the_same():
     ],
 )
 def test_learning_rate(options, wanted):
-    config = TrainConfig(epochs=9, lr=2.0, **options)
+    config = settled(TrainConfig(epochs=9, lr=2.0, **options), given_alone=False)
     found = [learning_rate(config, epoch) for epoch in wanted]
     assert found == pytest.approx([2 * value for value in wanted.values()], abs=1e-12)
 
@@ -209,6 +209,7 @@ def test_the_rate_follows_the_schedule_within_an_epoch(one):
         ({"engine": "horovod"}, "engine is 'horovod', wanted one of 'ddp', 'deepspeed'"),
         ({"accumulate": 0}, "accumulate is 0, wanted a whole number of at least 1"),
         ({"lr_warmup": 6, "epochs": 5}, "lr_warmup is 6, wanted a number from 0 to 5"),
+        ({"lr_warmup": "often"}, "lr_warmup is 'often', wanted a number from 0 to 40"),
     ],
 )
 def test_refuses(options, sentence):
