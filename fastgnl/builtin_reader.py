@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgnl.augment import DTYPES, Augment, Windows
 from fastgnl.beton import RAW, Beton
-from fastgnl.errors import InputError
+from fastgnl.errors import OwnInputError
 from fastgnl.images import Pixels, open_image, window_of
 from fastgnl.prefetch import prefetched
 
@@ -31,7 +31,7 @@ def image_of(beton: Beton, row: int) -> Image.Image:
     try:
         return open_image(data)
     except (OSError, ValueError) as error:
-        raise InputError(
+        raise OwnInputError(
             f"{beton.path}: record {row} ({beton.names[row]}) cannot be decoded ({error}), wanted an image"
         ) from error
 

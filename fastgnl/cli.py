@@ -9,8 +9,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 import tyro
 
-from fastgnl import audit, convert, demo, doctor, noise_file, run_report
-from fastgnl.errors import InputError, check_count
+from fastgnl import audit, convert, demo, doctor, noise_file, predict, run_report
+from fastgnl.errors import InputError, OwnInputError, check_count
 from fastgnl.files import check_writable
 from fastgnl.formats import EMBEDDED, FORMATS
 from fastgnl.named import NamedData
@@ -20,8 +20,8 @@ Config = TypeVar("Config")
 
 
 def fail(error: Exception) -> None:
-    """One sentence on standard error, and a non-zero exit."""
-    if os.environ.get("RANK", "0") == "0":
+    """One sentence on standard error, and a non-zero exit. Of an error that every rank meets, one tells."""
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, OwnInputError):
         print(f"fastgnl: {error}", file=sys.stderr)
     sys.exit(2)
 
@@ -122,6 +122,7 @@ Command = (
     | Annotated[noise_file.NoiseConfig, tyro.conf.subcommand("noise")]
     | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[run_report.ReportConfig, tyro.conf.subcommand("report")]
+    | Annotated[predict.PredictConfig, tyro.conf.subcommand("predict")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -179,6 +180,8 @@ def main(args: list[str] | None = None) -> None:
             convert.check_file(command.file)
         elif isinstance(command, run_report.ReportConfig):
             run_report.run(command)
+        elif isinstance(command, predict.PredictConfig):
+            predict.run(command)
         else:
             doctor.run()
     except InputError as error:

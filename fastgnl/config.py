@@ -1,4 +1,4 @@
-"""``GNLConfig``: every option of the method."""
+"""``GNLOptions``: every option of the method. ``GNLConfig``: those of one data set."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,14 +18,10 @@ MANY = 100
 """Classes beyond which "auto" leaves the paper's rules: docs/large-label-sets.md has the table it was chosen by."""
 
 
-@dataclass(frozen=True)
-class GNLConfig:
-    """Every option of the method, checked when made. What is "auto" is settled then, by the number of classes."""
+@dataclass(frozen=True, kw_only=True)
+class GNLOptions:
+    """Every option of the method, checked when made."""
 
-    num_samples: int
-    """N: sample ids are 0 to N - 1."""
-    num_classes: int
-    """C."""
     direction: Direction = "y->x"
     """Which way data are generated, y->x or x->y; changes the E-step only."""
     denominator: Denominator = "auto"
@@ -74,12 +70,8 @@ class GNLConfig:
     not fit."""
     backend: Backend = "auto"
     """What computes a step: Triton on a GPU, native code on a CPU, plain PyTorch; "auto" takes the fastest there is."""
-    seed: int = 0
-    """Key of every random draw."""
 
     def __post_init__(self) -> None:
-        check_count("num_samples", self.num_samples, 1)
-        check_count("num_classes", self.num_classes, 2)
         check_choice("direction", self.direction, get_args(Direction))
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_count("window", self.window, 1)
@@ -110,13 +102,29 @@ class GNLConfig:
         check_choice("table_dtype", self.table_dtype, get_args(TableDtype))
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
-            check(
-                self.top_k < self.num_classes,
-                f"top_k is {self.top_k} of {self.num_classes} classes, wanted fewer than there are",
-            )
         check_choice("backend", self.backend, get_args(Backend))
-        check_seed(self.seed)
 
+
+@dataclass(frozen=True, kw_only=True)
+class GNLConfig(GNLOptions):
+    """The options for one data set, checked when made. What is "auto" is settled then, by the number of classes."""
+
+    num_samples: int
+    """N: sample ids are 0 to N - 1."""
+    num_classes: int
+    """C."""
+    seed: int = 0
+    """Key of every random draw."""
+
+    def __post_init__(self) -> None:
+        check_count("num_samples", self.num_samples, 1)
+        check_count("num_classes", self.num_classes, 2)
+        super().__post_init__()
+        check(
+            self.top_k is None or self.top_k < self.num_classes,
+            f"top_k is {self.top_k} of {self.num_classes} classes, wanted fewer than there are",
+        )
+        check_seed(self.seed)
         self._settle()
 
     def _settle(self) -> None:

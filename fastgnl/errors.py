@@ -8,6 +8,10 @@ class InputError(ValueError):
     """A mistake in what the caller gave; its text is one sentence for a person."""
 
 
+class OwnInputError(InputError):
+    """A mistake that only this rank has met, in its part of the data."""
+
+
 def check(condition: bool, message: str) -> None:
     """Raise ``InputError(message)`` unless the condition holds."""
     if not condition:

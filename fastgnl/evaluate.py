@@ -23,13 +23,32 @@ def predict_proba(net: TransitionNet | PairNet, samples: Source) -> Tensor:
 
 
 @torch.no_grad()
+def scores(net: TransitionNet | PairNet, samples: Source) -> dict[str, float]:
+    """Shares of the samples whose label is the argmax of q ("top1") or, of more than five classes, among the five
+    largest q ("top5"). Of two networks q is the mean, and each is scored alone too ("network 1 top1")."""
+    net.eval()
+    names = ["top1"]
+    if net.num_classes > 5:
+        names.append("top5")
+    if isinstance(net, PairNet):
+        names += ["network 1 top1", "network 2 top1"]
+    right = torch.zeros(len(names), dtype=torch.float64)
+    for batch in once(samples):
+        z, _ = net(batch.x.to(_device(net)))
+        q_KBC = z.softmax(-1).view(-1, *z.shape[-2:])
+        q_BC, labels = q_KBC.mean(0), batch.labels.to(z.device)
+        hits = [q_BC.argmax(1) == labels]
+        if net.num_classes > 5:
+            hits.append((q_BC.topk(5).indices == labels[:, None]).any(1))
+        if isinstance(net, PairNet):
+            hits += q_KBC.argmax(-1) == labels
+        right += torch.stack(hits).sum(1).cpu()
+    return dict(zip(names, (sum_over_ranks(right) / len(samples.labels)).tolist(), strict=True))
+
+
 def accuracy(net: TransitionNet | PairNet, samples: Source) -> float:
     """Share of the samples whose label is the argmax of q."""
-    net.eval()
-    right = torch.zeros(1, dtype=torch.float64)
-    for batch in once(samples):
-        right += (net.predict_proba(batch.x.to(_device(net))).argmax(1).cpu() == batch.labels).sum()
-    return float(sum_over_ranks(right)) / len(samples.labels)
+    return scores(net, samples)["top1"]
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastgnl.augment import DTYPES, Augment, Windows
 from fastgnl.beton import IMAGE, NUMBERS, Beton
-from fastgnl.errors import InputError
+from fastgnl.errors import OwnInputError
 from fastgnl.torch_threads import torch_threads_kept
 
 WINDOWED = np.dtype(
@@ -202,7 +202,7 @@ class FFCVReader:
                 failed = rows[table["f0"]["failed"][rows] == 1]
                 if len(failed):
                     row = int(failed[0])
-                    raise InputError(
+                    raise OwnInputError(
                         f"{self.beton.path}: record {row} ({self.beton.names[row]}) cannot be decoded, wanted an image"
                     )
                 yield self._output(x[: len(rows)])

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgnl.augment import Augment, Windows
-from fastgnl.beton import Beton
 from fastgnl.builtin_reader import BuiltinReader
 from fastgnl.errors import check, check_choice, check_count, check_seed
-from fastgnl.formats.listing import UNKNOWN, check_labels
+from fastgnl.file_source import FileSource
 from fastgnl.torch_threads import torch_threads_kept
 
 READERS = ("auto", "ffcv", "builtin")
@@ -51,7 +50,7 @@ def _notice(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-class ImageFile:
+class ImageFile(FileSource):
     """The images of a ``.beton`` file."""
 
     def __init__(
@@ -69,17 +68,10 @@ class ImageFile:
         with ``Loader(order="quasi-random")`` for files larger than memory."""
         check_choice("reader", reader, READERS)
         check_seed(seed)
-        self.beton = Beton(Path(path))
-        check(self.beton.kind == "image", f"{path} holds {self.beton.kind}, wanted images")
+        super().__init__(path, "image", "images", labels)
         self.augment, self.seed = augment or Augment(), seed
         workers = torch.get_num_threads() if workers is None else workers
         check_count("workers", workers, 1)
-        self.ids = torch.from_numpy(self.beton.ids.copy())
-        clean = torch.from_numpy(self.beton.clean.copy())
-        self.clean = clean if bool((clean != UNKNOWN).any()) else None
-        self.labels = torch.from_numpy(self.beton.labels.copy()) if labels is None else self._given(labels)
-        self.num_classes = len(self.beton.classes)
-        self.pages = self.beton.pages
         image = self.beton.records["f0"]
         self.heights, self.widths = image["height"], image["width"]
         self.output = self.augment.output(self.heights, self.widths)
@@ -97,19 +89,6 @@ class ImageFile:
             self.reader = FFCVReader(self.beton, self.augment, self.output, workers, os_cache)
         else:
             self.reader = BuiltinReader(self.beton, self.augment, self.output, workers)
-
-    def __len__(self) -> int:
-        return len(self.beton)
-
-    def _given(self, labels: NDArray[np.int64]) -> Tensor:
-        given = np.asarray(labels)
-        check(
-            given.shape == (len(self.beton),),
-            f"labels has shape {given.shape} for {self.beton.path}, wanted ({len(self.beton)},)",
-        )
-        by_row = given[self.beton.ids].astype(np.int64)
-        check_labels(str(self.beton.path), by_row, len(self.beton.classes), self.beton.names)
-        return torch.from_numpy(by_row)
 
     def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
         """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one."""

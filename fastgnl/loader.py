@@ -6,7 +6,7 @@ data give the same batches in the same order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from fastgnl import order
 from fastgnl.distributed import rank, world_size
 from fastgnl.errors import check, check_choice, check_count, check_seed
+
+Order = Literal["random", "quasi-random", "balanced", "bucketed"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Source(Protocol):
         ...
 
     @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """How long the input of each row is, where inputs of a batch are padded to the longest."""
+        ...
+
+    @property
     def eval_rows(self) -> int:
         """Rows to evaluate at a time."""
         ...
@@ -70,9 +77,9 @@ class Loader:
     """Rows of the global batch, over all ranks, at most."""
     seed: int = 0
     """Key of the order, with the epoch."""
-    order: Literal["random", "quasi-random", "balanced"] = "random"
-    """Every sample once in any order; once, page by page of the file (for files larger than memory); or batches with as
-    many rows of each class."""
+    order: Order = "random"
+    """Every sample once in any order; once, page by page of the file (for files larger than memory); batches with as
+    many rows of each class; or every sample once, in batches of texts that are about as long as each other."""
     drop_last: bool = False
     """Full batches only."""
     batches_per_epoch: int | None = None
@@ -83,7 +90,7 @@ class Loader:
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size, 1)
         check_seed(self.seed)
-        check_choice("order", self.order, ("random", "quasi-random", "balanced"))
+        check_choice("order", self.order, get_args(Order))
         check_count("pages_in_memory", self.pages_in_memory, 1)
         if self.batches_per_epoch is not None:
             check_count("batches_per_epoch", self.batches_per_epoch, 1)
@@ -94,6 +101,10 @@ class Loader:
         check(
             self.order != "quasi-random" or self.source.pages is not None,
             "order is 'quasi-random' for samples in memory, wanted a .beton file",
+        )
+        check(
+            self.order != "bucketed" or self.source.lengths is not None,
+            "order is 'bucketed' for samples of one length, wanted texts",
         )
 
     def __len__(self) -> int:
@@ -107,6 +118,9 @@ class Loader:
         labels = self.source.labels
         if self.order == "balanced":
             return order.balanced(labels.numpy(), self.batch_size, len(self), self.seed, epoch)
+        if self.order == "bucketed":
+            assert self.source.lengths is not None
+            return order.bucketed(self.source.lengths, self.batch_size, self.seed, epoch, self.drop_last)
         windows = None
         if self.order == "quasi-random":
             assert self.source.pages is not None
@@ -138,8 +152,9 @@ def _batch(source: Source, rows: NDArray[np.int64], x: Tensor, size: int) -> Bat
 
 
 def once(source: Source) -> Iterator[Batch]:
-    """Every sample exactly once over all ranks, in order, as it is: for evaluation."""
+    """Every sample exactly once over all ranks, as it is: for evaluation. In order, or the shortest first."""
     count = len(source.labels)
-    parts = [np.arange(part.start, part.stop) for part in order.slices(count, source.eval_rows)][rank() :: world_size()]
+    rows = np.arange(count) if source.lengths is None else np.argsort(source.lengths, kind="stable")
+    parts = [rows[part] for part in order.slices(count, source.eval_rows)][rank() :: world_size()]
     for rows, x in zip(parts, source.load(parts), strict=True):
         yield _batch(source, rows, x, len(rows))

@@ -13,8 +13,8 @@ from fastgnl.distributed import sum_over_ranks_
 class MomentumEncoder(nn.Module):
     """theta' <- m theta' + (1 - m) theta after each step, where m = min(momentum, (1 + s) / (10 + s)) at step s.
 
-    BatchNorm takes the statistics of the batch, as in the network that is trained, whose running ones it copies;
-    dropout is off."""
+    Called, BatchNorm takes the statistics of the batch, as in the network that is trained, and dropout is off. The
+    running statistics are the network's: ``net`` in eval mode is the averaged network."""
 
     def __init__(self, net: nn.Module, momentum: float) -> None:
         super().__init__()

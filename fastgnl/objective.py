@@ -54,7 +54,7 @@ class GNLObjective(nn.Module):
         known = [field.name for field in fields(GNLConfig)]
         for name in options:
             check(name in known, f"GNLObjective has no option {name!r}, wanted one of {', '.join(known)}")
-        self.config = GNLConfig(num_samples, num_classes, **options)  # type: ignore[arg-type]
+        self.config = GNLConfig(num_samples=num_samples, num_classes=num_classes, **options)  # type: ignore[arg-type]
         self.network = network
         self._options: dict[tuple[str, str, bool], Options] = {}
         self._backends: dict[tuple[str, torch.dtype, torch.dtype, torch.dtype, int], str] = {}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal, get_args
 
 from fastgnl.errors import check, check_choice, check_count, check_range
@@ -48,6 +49,9 @@ class TrainConfig:
     """DeepSpeed's ZeRO stage: 0 shares nothing out, 1 the optimizer's state, 2 also the gradients."""
     patience: int = 10
     """Steps in a row that may be skipped because a loss or gradient is not finite; then the run stops."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay, scored beside them. After step s the decay is
+    (1 + s) / (10 + s) where that is lower."""
 
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs, 1)
@@ -71,6 +75,11 @@ class TrainConfig:
         )
         check_choice("zero", self.zero, (0, 1, 2))
         check_count("patience", self.patience, 1)
+        if self.ema is not None:
+            check(
+                isinstance(self.ema, Real) and 0 < self.ema < 1,
+                f"ema is {self.ema!r}, wanted a number above 0 and below 1",
+            )
 
 
 def settled(config: TrainConfig, given_alone: bool) -> TrainConfig:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from fastgnl.errors import check
 
 SKIP = -1
+TOGETHER = 8
+"""Batches of one bucket of lengths: their samples may meet."""
 
 
 def num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
@@ -76,6 +78,21 @@ def page_windows(pages: NDArray[np.int64], in_memory: int, seed: int, epoch: int
     found, page = np.unique(pages, return_inverse=True)
     rank = np.random.default_rng([seed, epoch, 1]).permutation(len(found))
     return rank[page] // in_memory
+
+
+def bucketed(
+    lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int, drop_last: bool = False
+) -> NDArray[np.int64]:
+    """Every sample once, like ``shuffled``, in batches whose samples are about as long as each other.
+
+    A lane visits its samples by length, ``TOGETHER`` of them in any order; the batches then come in any order."""
+    lane, _ = shuffled_lanes(len(lengths), batch_size, drop_last)
+    by_length = np.lexsort((lengths, lane))
+    starts = np.concatenate([[0], np.bincount(lane).cumsum()[:-1]])
+    place = np.empty(len(lengths), np.int64)
+    place[by_length] = np.arange(len(lengths)) - starts[lane[by_length]]
+    schedule = shuffled(len(lengths), batch_size, seed, epoch, drop_last, place // TOGETHER)
+    return schedule[:, np.random.default_rng([seed, epoch, 2]).permutation(schedule.shape[1])]
 
 
 def balanced(labels: NDArray[np.int64], batch_size: int, count: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -30,12 +30,10 @@ ASKED_EVERY = 8
 """Steps after which the ranks ask each other whether one was told to stop."""
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """Where a run is kept, and how often."""
+@dataclass(frozen=True, kw_only=True)
+class KeepOptions:
+    """How often a run is kept and told of."""
 
-    folder: Path
-    """For metrics.jsonl and checkpoints/. A run that is found there goes on."""
     every: int | None = None
     """Steps between checkpoints within an epoch."""
     every_epochs: int = 1
@@ -55,6 +53,14 @@ class RunConfig:
         check_count("every_epochs", self.every_epochs, 1)
         check_count("keep", self.keep, 1)
         check_count("log_every", self.log_every, 1)
+
+
+@dataclass(frozen=True)
+class RunConfig(KeepOptions):
+    """Where a run is kept, and how often."""
+
+    folder: Path
+    """For metrics.jsonl and checkpoints/. A run that is found there goes on."""
 
 
 @dataclass
@@ -86,6 +92,7 @@ class Parts:
     engine: Engine
     objective: Any
     encoder: MomentumEncoder | None
+    ema: MomentumEncoder | None
 
     def shared(self) -> dict[str, Tensor]:
         """What is the same on every rank, by name."""
@@ -94,6 +101,8 @@ class Parts:
         found |= {f"objective.{name}": value for name, value in self.objective.shared_state().items()}
         if self.encoder is not None:
             found |= {f"encoder.{name}": value for name, value in self.encoder.state_dict().items()}
+        if self.ema is not None:
+            found |= {f"ema.{name}": value for name, value in self.ema.net.state_dict().items()}
         return found
 
     def load(self, saved: Saved, taken: int) -> None:
@@ -214,8 +223,9 @@ class Run:
         self.rows, self.since = 0, now
         return shown
 
-    def end_epoch(self, at: Position, tally: Tally, lr: float, test_accuracy: float | None) -> None:
-        """Add what an epoch showed to the run's history, and go to the next."""
+    def end_epoch(self, at: Position, tally: Tally, lr: float, scores: dict[str, float]) -> None:
+        """Add what an epoch showed to the run's history, and go to the next. The first score, if any, is the test
+        accuracy."""
         means = tally.means()
         epoch = Epoch(
             at.epoch,
@@ -231,13 +241,14 @@ class Run:
             means.coverage,
             means.clean_size,
             means.noisy_size,
-            test_accuracy,
+            next(iter(scores.values()), None),
+            scores,
         )
         at.history.append(epoch)
         at.epoch, at.batch, at.seconds, at.waited = at.epoch + 1, 0, 0.0, 0.0
         if self.metrics is not None:
-            shown = {name: value for name, value in asdict(epoch).items() if name != "number"}
-            self.metrics.epoch(step=at.step, epoch=epoch.number, **shown)
+            shown = {name: value for name, value in asdict(epoch).items() if name not in ("number", "scores")}
+            self.metrics.epoch(step=at.step, epoch=epoch.number, **shown | scores)
 
     def __enter__(self) -> "Run":
         return self

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -38,6 +39,8 @@ class ReportConfig:
         check(self.out.suffix == ".html", f"out is {self.out}, wanted a name that ends in .html")
 
 
+TOP1 = " top1"
+"""How the name of an accuracy ends."""
 Values = dict[str, float]
 
 
@@ -184,6 +187,10 @@ def _is_line(line: Any) -> bool:
     return all(type(line.get(name)) is int and 0 <= line[name] < 2**53 for name in counts)
 
 
+def _is_accuracy(name: str) -> bool:
+    return name.endswith(TOP1)
+
+
 def load(path: Path, name: str) -> Run:
     """The run that a file tells of."""
     run = Run(name)
@@ -206,6 +213,8 @@ def load(path: Path, name: str) -> Run:
             run.ended = event
         elif kind in ("step", "epoch"):
             start.measured = True
+            if "test_accuracy" in numbers and not any(map(_is_accuracy, numbers)):  # an older run
+                numbers[f"test{TOP1}"] = numbers["test_accuracy"]
             run.measured(kind, numbers)
     return run
 
@@ -228,6 +237,7 @@ class Panel(NamedTuple):
 
     title: str
     values: tuple[str, ...]
+    """Without any, every top-1 score of the runs, named in a legend where there are several."""
     scale: float = 1.0
     from_zero: bool = False
     steps: Literal["", "pale", "curve"] = ""
@@ -238,7 +248,7 @@ SECTIONS: tuple[tuple[str, str, tuple[Panel, ...]], ...] = (
     (
         "Accuracy and loss",
         "Accuracy on the test samples after each epoch, and the mean loss of its training samples.",
-        (Panel("test accuracy, %", ("test_accuracy",), 100), Panel("loss", ("loss",), steps="pale")),
+        (Panel("test accuracy, %", (), 100), Panel("loss", ("loss",), steps="pale")),
     ),
     (
         "Terms of the loss",
@@ -269,26 +279,36 @@ SECTIONS: tuple[tuple[str, str, tuple[Panel, ...]], ...] = (
         ),
     ),
 )
-STYLES = ("-", "--")
+STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (4, 1, 1, 1, 1, 1)), (0, (1, 4)))
 PALE = 4
 """Runs. The steps of more would hide one another."""
 
 
+def _values(panel: Panel, runs: Sequence[Run]) -> list[str]:
+    """What a chart shows of these runs."""
+    found = (name for run in runs for values in run.epochs.values() for name in values if _is_accuracy(name))
+    return list(panel.values or dict.fromkeys(found))
+
+
 def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     pale = []
+    values = _values(panel, runs)
+    named = not panel.values and len(values) > 1
+    by_value = named and len(runs) == 1
     for i, run in enumerate(runs):
-        colour = report.run_colour(i)
-        for value, style in zip(panel.values, STYLES, strict=False):
+        for j, value in enumerate(values):
+            colour = report.run_colour(j if by_value else i)
             x, y = (np.array(values, dtype=np.float64) for values in run.curve(value))
             x_steps, y_steps = run.fine_curve(value)
             if panel.steps == "curve" and len(x_steps):
                 x, y = x_steps, y_steps
             elif panel.steps == "pale" and len(runs) <= PALE:
                 pale.append((x_steps, panel.scale * y_steps, colour))
-            ax.plot(x, panel.scale * y, style, color=colour, linewidth=1.6, marker="o" if len(x) == 1 else None)
+            style, dot = STYLES[j % len(STYLES)], "o" if len(x) == 1 else None
+            ax.plot(x, panel.scale * y, linestyle=style, color=colour, linewidth=1.6, marker=dot)
         for start in run.restarts:
             if (at := start.where(run)) is not None:
-                ax.axvline(at, color=colour, linewidth=0.7, alpha=0.7, zorder=1)
+                ax.axvline(at, color=report.run_colour(i), linewidth=0.7, alpha=0.7, zorder=1)
     if panel.from_zero:
         ax.set_ylim(bottom=0)
     limits = ax.get_ylim()
@@ -299,10 +319,16 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     ax.set_xlim(0, 1.02 * max(run.reached for run in runs))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     ax.set(title=panel.title, xlabel="epoch")
+    if named:
+        keys = [
+            Line2D([], [], color=report.run_colour(j) if by_value else report.QUIET, linestyle=STYLES[j % len(STYLES)])
+            for j in range(len(values))
+        ]
+        ax.legend(keys, [value.removesuffix(TOP1) for value in values], frameon=False, fontsize=7.5, handlelength=3)
 
 
 def _section(title: str, text: str, panels: Sequence[Panel], runs: Sequence[Run]) -> str:
-    shown = [panel for panel in panels if any(run.curve(value)[1] for run in runs for value in panel.values)]
+    shown = [panel for panel in panels if any(run.curve(value)[1] for run in runs for value in _values(panel, runs))]
     if not shown:
         return ""
     figure, grid = report.axes(len(shown))

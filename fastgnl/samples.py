@@ -29,6 +29,7 @@ class Samples:
         return torch.arange(len(self))
 
     pages = None
+    lengths = None
     eval_rows = 1024
 
     def rows(self, index: Any) -> Tensor:

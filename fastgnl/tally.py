@@ -1,6 +1,7 @@
 """What training shows: sums over the rows of an epoch, and the means they give."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ class Epoch:
     noisy_size: float
     """... and of those where it is wrong: the paper's clean- and noisy-label uncertainty."""
     test_accuracy: float | None
+    """Top-1 on the first test set, of the trained weights."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Of every test set, by its name and what was scored: "test top1", "test network 2 top1", "test EMA top5"."""
+
+
+def best(history: Sequence[Epoch]) -> Epoch:
+    """The first epoch with the highest test accuracy; one that was not tested is below all others."""
+    return max(history, key=lambda epoch: -1.0 if epoch.test_accuracy is None else epoch.test_accuracy)
 
 
 @dataclass(frozen=True)

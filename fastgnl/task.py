@@ -100,7 +100,7 @@ def _resolved(noise: NoiseKind, wrong_already: bool) -> NoiseKind:
     return ("none" if wrong_already else "instance") if noise == "auto" else noise
 
 
-def _observed(labels: NDArray[np.int64], clean: NDArray[np.int64], num_classes: int) -> NDArray[np.float64] | None:
+def observed(labels: NDArray[np.int64], clean: NDArray[np.int64], num_classes: int) -> NDArray[np.float64] | None:
     """The share of each given label among the samples of each true class."""
     known = clean != UNKNOWN
     if not known.any():
@@ -128,7 +128,7 @@ def _features(title: str, data: Named, noise: NoiseKind, rate: float, seed: int)
         train.classes,
         Samples(*map(torch.from_numpy, (x, given, clean))),
         Samples(*map(torch.from_numpy, (test_x, test.labels))),
-        _observed(given, clean, C),
+        observed(given, clean, C),
         lambda: MLP(x.shape[1]),
         None,
     )
@@ -160,7 +160,7 @@ def _images(train: Path, test: Path, noise: NoiseKind, rate: float, seed: int, f
         beton.classes,
         source,
         ImageFile(test, augment, seed),
-        _observed(source.labels.numpy(), clean, C),
+        observed(source.labels.numpy(), clean, C),
         lambda: SmallCNN(3, halvings=2 if side > 8 else 1),
         lambda i: np.asarray(image_of(beton, int(row_of[i]))) / 255,
     )

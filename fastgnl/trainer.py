@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastgnl.distributed import device, is_distributed, rank, sum_over_ranks_, synchronise_batch_norm, world_size
 from fastgnl.engine import make_engine, trained
 from fastgnl.errors import InputError, check
-from fastgnl.evaluate import accuracy, eval_losses
+from fastgnl.evaluate import eval_losses, scores
 from fastgnl.kernels.backends import notice
 from fastgnl.loader import Batch, Loader, Source
 from fastgnl.momentum import MomentumEncoder
@@ -122,13 +122,14 @@ def _moved(batch: Batch, config: TrainConfig) -> Batch:
 
 
 class _Stepper:
-    """Carries out steps: the network in its engine, the objective, the momentum encoder where it wants one."""
+    """Carries out steps: the network in its engine, the objective, the copies that follow it where wanted."""
 
     def __init__(self, net: TransitionNet | PairNet, objective: Objective, loader: Loader, config: TrainConfig) -> None:
         self.net, self.objective, self.config = net, objective, config
         self.seed, self.per_epoch = loader.seed, len(loader)
         momentum = objective.wants_momentum
         self.encoder = MomentumEncoder(net, momentum).to(device()) if momentum else None
+        self.ema = None if config.ema is None else MomentumEncoder(net, config.ema)
         self.engine = make_engine(net, config)
         # A skipped step must not leave its traces in the running statistics of BatchNorm either.
         self.buffers = list(net.buffers())
@@ -162,8 +163,9 @@ class _Stepper:
     def _step(self, lr: float, batch: Batch, terms: Terms, at: Position) -> None:
         if self.engine.step(lr):
             at.taken, self.bad = at.taken + 1, 0
-            if self.encoder is not None:
-                self.encoder.follow(self.net, at.taken)
+            for follower in (self.encoder, self.ema):
+                if follower is not None:
+                    follower.follow(self.net, at.taken)
             return
         torch._foreach_copy_(self.buffers, self.before)
         at.skipped, self.bad = at.skipped + 1, self.bad + 1
@@ -209,23 +211,38 @@ def _facts(loader: Loader, objective: Objective) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
 
+def _scores(net: TransitionNet | PairNet, ema: MomentumEncoder | None, tests: Mapping[str, Source]) -> dict[str, float]:
+    """Those of every test set, of the averaged weights too; the first is the top-1 of the first set."""
+    found: dict[str, float] = {}
+    for test, samples in tests.items():
+        found |= {f"{test} {name}": share for name, share in scores(net, samples).items()}
+        if ema is not None:
+            averaged = cast(TransitionNet | PairNet, ema.net)
+            found |= {f"{test} EMA {name}": share for name, share in scores(averaged, samples).items()}
+    return found
+
+
 def train(
     net: TransitionNet | PairNet,
     objective: Objective,
     loader: Loader,
     config: TrainConfig,
-    test: Source | None = None,
+    test: Source | Mapping[str, Source] | None = None,
     on_batch: Callable[[int, dict[str, float] | None], None] | None = None,
     on_epoch: Callable[[Epoch], None] | None = None,
     run: RunConfig | None = None,
+    on_end: Callable[[TransitionNet | PairNet], None] | None = None,
 ) -> list[Epoch]:
     """Train for the epochs of ``config``, or what is left of them where the folder of ``run`` holds a checkpoint.
 
-    ``on_batch`` is told the rows of each global batch and, now and then, this rank's loss and its terms."""
+    After each epoch every ``test`` set is scored, by its name; a single one is named "test", and the first gives the
+    test accuracy. ``on_batch`` is told the rows of each global batch and, now and then, this rank's loss and its terms.
+    ``on_end`` is given the network with the averaged weights, in eval mode, where ``config.ema`` asks for them."""
+    tests = test if isinstance(test, Mapping) else {} if test is None else {"test": test}
     config = settled(config, _begins_alone(objective))
     _prepare(net, objective, loader, config)
     stepper = _Stepper(net, objective, loader, config)
-    parts = Parts(net, stepper.engine, objective, stepper.encoder)
+    parts = Parts(net, stepper.engine, objective, stepper.encoder, stepper.ema)
     with told_to_stop(run is not None) as told, Run(run, parts, _facts(loader, objective), config.epochs) as kept:
         at, tally = kept.resume()
         if on_batch and at.step:
@@ -250,7 +267,7 @@ def train(
             objective.end_epoch(eval_losses(net, loader.source) if objective.wants_losses else None)
             at.seconds += time.perf_counter() - start
             lr = learning_rate(config, at.epoch + (len(loader) - 1) / len(loader))  # no batch may have been left
-            kept.end_epoch(at, tally, lr, None if test is None else accuracy(net, test))
+            kept.end_epoch(at, tally, lr, _scores(net, stepper.ema, tests))
             check(
                 at.taken > 0,
                 f"no step of epoch {at.epoch} had a finite loss and gradient, wanted a lower lr (it is {config.lr:g}), "
@@ -262,4 +279,6 @@ def train(
             if on_epoch:
                 on_epoch(at.history[-1])
     net.eval()
+    if on_end and stepper.ema is not None:
+        on_end(cast(TransitionNet | PairNet, stepper.ema.net.eval()))
     return at.history

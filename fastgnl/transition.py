@@ -4,6 +4,7 @@ Axes: B rows, F features, C classes, K draws.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -101,8 +102,16 @@ class TransitionNet(nn.Module):
         return torch.softmax(z_BC, 1)
 
 
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same: the memory that a stream has freed is kept for it alone."""
+    return torch.cuda.Stream(device)
+
+
 class PairNet(nn.Module):
-    """Two networks side by side: z and t of shape [2, B, C], test-time average of the two softmaxes."""
+    """Two networks side by side: z and t of shape [2, B, C], test-time average of the two softmaxes.
+
+    On a GPU the second runs on a stream of its own, at the same time as the first."""
 
     def __init__(self, first: TransitionNet, second: TransitionNet) -> None:
         super().__init__()
@@ -110,8 +119,21 @@ class PairNet(nn.Module):
         self.num_classes = first.num_classes
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        (z0, t0), (z1, t1) = (net(x, index) for net in self.nets)
-        return torch.stack([z0, z1]), None if t0 is None else torch.stack([t0, t1])
+        (z0, t0), (z1, t1) = self._on_streams(x, index) if x.is_cuda else (net(x, index) for net in self.nets)
+        return torch.stack([z0, z1]), None if t0 is None or t1 is None else torch.stack([t0, t1])
+
+    def _on_streams(self, x: Tensor, index: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        own, other = torch.cuda.current_stream(x.device), _second_stream(x.device)
+        other.wait_stream(own)  # before the first begins, for which it need not wait
+        first = self.nets[0](x, index)
+        with torch.cuda.stream(other):
+            second = self.nets[1](x, index)
+        own.wait_stream(other)
+        x.record_stream(other)  # its backward reads x
+        for part in second:
+            if part is not None:
+                part.record_stream(own)
+        return [first, second]
 
     def predict_proba(self, x: Tensor) -> Tensor:
         return (self(x)[0].softmax(-1)).mean(0)

@@ -107,7 +107,7 @@ def test_every_option_reaches_the_formulas(make_batch, options, warmup_epochs):
     expected = row_terms(l, b.t[:, None], b.labels, sets.log_prior_BC, log_D, **chosen)
     torch.testing.assert_close(terms.loss, sum(expected).mean())
     assert torch.equal(terms.set_size, sets.member_BC.sum(1))
-    assert config == GNLConfig(40, 9, warmup_epochs=warmup_epochs, **options)
+    assert config == GNLConfig(num_samples=40, num_classes=9, warmup_epochs=warmup_epochs, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -134,11 +134,11 @@ def test_random_candidates_are_capped_beyond_100_classes(C, cap):
 @pytest.mark.parametrize(("C", "settled"), [(100, ("batch", None, None, "drawn")), (101, ("batch", None, 10, "given"))])
 def test_what_auto_settles_to(C, settled):
     """By the number of classes: docs/large-label-sets.md."""
-    config = GNLConfig(2, C)
+    config = GNLConfig(num_samples=2, num_classes=C)
     assert (config.denominator, config.mix, config.k_max, config.warmup_sets) == settled
     for denominator in ("bank", "dataset"):
-        assert GNLConfig(2, C, denominator=denominator).mix == (0.25 if C > 100 else None)
-    own = GNLConfig(2, C, denominator="dataset", mix=None, k_max=None, warmup_sets="drawn")
+        assert GNLConfig(num_samples=2, num_classes=C, denominator=denominator).mix == (0.25 if C > 100 else None)
+    own = GNLConfig(num_samples=2, num_classes=C, denominator="dataset", mix=None, k_max=None, warmup_sets="drawn")
     assert (own.denominator, own.mix, own.k_max, own.warmup_sets) == ("dataset", None, None, "drawn")
 
 
@@ -278,7 +278,7 @@ def test_the_column_sum_is_made_exact_at_the_end_of_an_epoch(make_batch):
 
 
 def test_the_specified_constants():
-    config = GNLConfig(2, 2)
+    config = GNLConfig(num_samples=2, num_classes=2)
     assert (config.beta, config.tau, config.k_max, config.warmup_epochs) == (0.9, 0.5, None, 10)
     assert (config.direction, config.denominator, config.prior_kl) == ("y->x", "batch", "reverse")
     assert (config.prior_form, config.coverage, config.uncertainty) == ("set", "sample", "mixture")

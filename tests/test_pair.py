@@ -1,10 +1,12 @@
 """Two networks trained together (METHOD section 8)."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 
-from fastgnl import GNLPair
+from fastgnl import GNLPair, transition, with_transition
 from fastgnl.errors import InputError
 
 
@@ -72,3 +74,50 @@ def test_wrong_shape(make_batch):
     with pytest.raises(InputError, match=r"losses has shape \(1, 40\), wanted \(2, 40\)"):
         pair.end_epoch(torch.rand(1, 40))
     assert [int(member.epoch) for member in pair.objectives] == [0, 0]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+    def record_stream(self, stream):
+        stream.events.append(f"{stream.name} uses {tuple(self.shape)}")
+
+
+class Stream:
+    def __init__(self, name, events):
+        self.name, self.events = name, events
+
+    def wait_stream(self, other):
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize(("head", "recorded"), [("logits", 2), ("none", 1)])
+def test_the_second_network_has_a_stream_of_its_own(monkeypatch, head, recorded):
+    """It waits for the batch and not for the first network; what follows waits for both."""
+    net = with_transition((torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)), 3, 5, transition_input=head)
+    x = torch.randn(7, 4)
+    wanted = net(x)
+    events = []
+    own, other = Stream("own", events), Stream("other", events)
+
+    @contextmanager
+    def on(stream):
+        events.append(f"on {stream.name}")
+        yield
+        events.append("back")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(transition, "_second_stream", lambda device: other)
+    for number, part in enumerate(net.nets, 1):
+        part.register_forward_hook(lambda *_, number=number: events.append(f"network {number}"))
+    found = net(x.as_subclass(OnGpu))
+    assert events == [
+        *("other waits for own", "network 1", "on other", "network 2", "back", "own waits for other"),
+        "other uses (7, 4)",
+        *["own uses (7, 5)"] * recorded,
+    ]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)

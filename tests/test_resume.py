@@ -240,6 +240,13 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path):
     assert since > 0
 
 
+def test_the_average_of_the_weights_goes_on(tmp_path):
+    resumed, wanted = whole_and_resumed(tmp_path, 15, ema=0.9, dropout=0.3)
+    assert_equal(resumed, wanted)
+    tensors = content(wanted)[0]
+    assert not torch.equal(tensors["shared/ema.clean.weight"], tensors["shared/net.clean.weight"])
+
+
 @pytest.mark.parametrize("step", [6, 9])
 def test_a_single_process_is_told_to_stop(tmp_path, capfd, step):
     """After the last batch of an epoch, and amid one."""

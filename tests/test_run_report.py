@@ -284,6 +284,29 @@ def test_the_curves(two_runs, charts):
     assert charts["loss"].get_ylim()[1] < 2  # one step's 99 does not flatten the rest
 
 
+def legend_of(ax):
+    return None if ax.get_legend() is None else [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_every_top_1_score_is_a_curve(tmp_path, charts):
+    scores = {"test top1": 0.1, "test top5": 0.9, "test EMA top1": 0.3, "imagenet top1": 0.2}
+    one = write(tmp_path / "one", [RUN, full(0, **scores), full(1, **scores)])
+    write_report(tmp_path / "page.html", load_all([one]))
+    chart = charts["test accuracy, %"]
+    np.testing.assert_allclose([line.get_ydata()[-1] for line in chart.lines], [10, 30, 20])
+    assert len({line.get_color() for line in chart.lines}) == 3
+    assert legend_of(chart) == ["test", "test EMA", "imagenet"]
+    assert legend_of(charts["loss"]) is None
+    older = write(tmp_path / "older", [RUN, full(0), full(1, test_accuracy=0.4)])
+    write_report(tmp_path / "page.html", load_all([one, older]))
+    chart = charts["test accuracy, %"]
+    assert [line.get_linestyle() for line in chart.get_legend().get_lines()] == ["-", "--", ":"]
+    (line,) = [line for line in chart.lines if line.get_color() == report.RUN_COLOURS[1] and len(line.get_xdata())]
+    np.testing.assert_allclose(line.get_ydata(), [0, 40])
+    write_report(tmp_path / "page.html", load_all([older]))
+    assert legend_of(charts["test accuracy, %"]) is None
+
+
 def test_charts_without_a_curve_are_left_out(tmp_path, charts):
     untested = {"test_accuracy": None, "coverage": None, "clean_size": None, "noisy_size": None}
     one = write(tmp_path / "one", [RUN, full(0, **untested)])

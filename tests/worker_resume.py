@@ -29,12 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
     "dataset": {"denominator": "dataset", "dropout": 0.3, "optimizer": "adamw", "lr": 0.01, "loss_source": "eval"},
     "top_k": {"denominator": "dataset", "top_k": 2, "dropout": 0.3, "schedule": "cosine", "lr_warmup": 1},
     "background": {"denominator": "window", "dropout": 0.3, "background": True, "accumulate": 2},
-    "zero": {"engine": "deepspeed", "zero": 2, "dropout": 0.3, "optimizer": "adamw", "lr": 0.01},
+    "zero": {"engine": "deepspeed", "zero": 2, "dropout": 0.3, "optimizer": "adamw", "lr": 0.01, "ema": 0.9},
     "plain bank": {"denominator": "bank", "bank": 40},
     "plain dataset": {"denominator": "dataset"},
     "plain top_k": {"top_k": 2},
 }
-TRAIN = ("engine", "zero", "optimizer", "lr", "accumulate", "schedule", "lr_warmup", "precision", "epochs")
+TRAIN = ("engine", "zero", "optimizer", "lr", "accumulate", "schedule", "lr_warmup", "precision", "epochs", "ema")
 RUN = ("background", "every", "keep")
 
 

