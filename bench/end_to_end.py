@@ -51,7 +51,8 @@ EXPERIMENTS: dict[Name, Experiment] = {
         "newsgroups20-text",
         ("train.beton", "test.beton"),
         "news.py",
-        "--encoder {minilm} --max-length 64 --noise.kind instance --noise.rate 0.4 --train.epochs 5",
+        "--encoder {minilm} --max-length 64 --noise.kind instance --noise.rate 0.4 --train.epochs 5 --train.lr 3e-4 "
+        "--train.precision bfloat16",
     ),
 }
 
@@ -92,7 +93,7 @@ def command(name: Name, method: str, config: Config) -> tuple[list[str], Path]:
     if (run / "config.json").exists():
         return [*start, "--resume", str(run)], run
     options = experiment.options.format(minilm=minilm()) if "{minilm}" in experiment.options else experiment.options
-    given = f"{options} {config.options} --method {method} --seed {config.seed} --run {run}"
+    given = f"{options} {config.options} --method {method} --seed {config.seed} --out {run}"
     return [*start, "--data", str(config.work / name), *shlex.split(given)], run
 
 

@@ -122,7 +122,7 @@ class Experiment:
 
     data: str
     """The folder with the .beton files, or "demo": a small embedded data set."""
-    run: Path | None = None
+    out: Path | None = None
     """Folder of the run: configuration, metrics, checkpoints, the trained model; runs/NAME when not given."""
     method: Method = "gnl"
     """Generative noisy-label learning, or plain cross-entropy."""
@@ -171,7 +171,7 @@ class Experiment:
     @property
     def folder(self) -> Path:
         """Of the run."""
-        return self.run or Path("runs") / (f"{self.name}-demo" if self.is_demo else self.name)
+        return self.out or Path("runs") / (f"{self.name}-demo" if self.is_demo else self.name)
 
     def files(self) -> dict[str, DataFile]:
         """The files of the data folder, by what they are for: "train" and the test sets, in order."""

@@ -65,15 +65,25 @@ def _with_origins(cls: type, default: Any, whose: str, prefix: str = "") -> tupl
             kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="(required)" if name == "data" else hint)]
         values[option.name] = value
         parts.append((option.name, kind, field(default=value)))
-    found = make_dataclass(cls.__name__, parts, bases=(cls,), frozen=True, kw_only=True)
+    unchecked = {"__post_init__": lambda self: None}  # tyro would print a refusal in its own way, on every rank
+    found = make_dataclass(cls.__name__, parts, bases=(cls,), namespace=unchecked, frozen=True, kw_only=True)
     return found, found(**values)
+
+
+def _checked(cls: type, found: Any) -> Any:
+    """What was parsed, as an instance of ``cls`` itself."""
+    hints = get_type_hints(cls)
+    values = {option.name: getattr(found, option.name) for option in fields(cls)}
+    return cls(
+        **{name: _checked(hints[name], value) if is_dataclass(value) else value for name, value in values.items()}
+    )
 
 
 def _given(args: Sequence[str], option: str) -> str | None:
     """The value of an option among the arguments."""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for i, word in enumerate(args):
         if word == option:
-            return after
+            return args[i + 1] if i + 1 < len(args) else ""
         if word.startswith(f"{option}="):
             return word.removeprefix(f"{option}=")
     return None
@@ -120,7 +130,8 @@ def parse(cls: type[Experiment], args: Sequence[str]) -> Experiment:
         if _given(args, f"--{option}") == value:
             default, whose = with_options(default, options), f"{variant}'s"
     kind, instance = _with_origins(cls, default, whose)
-    return tyro.cli(kind, default=instance, args=list(args), description=_description(cls))
+    found: Experiment = _checked(cls, tyro.cli(kind, default=instance, args=list(args), description=_description(cls)))
+    return found
 
 
 def _restored(default: Any, values: dict[str, Any]) -> Any:
@@ -154,7 +165,7 @@ def read_config(cls: type[Experiment], folder: Path) -> Experiment:
         found: Experiment = _restored(cls(data=options["data"]), options)
     except KeyError as error:
         raise InputError(f"{path} has no option {error}, wanted the configuration of this version's run") from error
-    return replace(found, run=folder)
+    return replace(found, out=folder)
 
 
 def write_config(experiment: Experiment) -> None:
@@ -178,7 +189,7 @@ def check_new(experiment: Experiment) -> None:
         before = json.loads((folder / CONFIG).read_text())
         check(
             before["options"]["data"] == DEMO and experiment.is_demo,
-            f"{folder} holds a run already, wanted --resume {folder}, or another folder (--run)",
+            f"{folder} holds a run already, wanted --resume {folder}, or another folder (--out)",
         )
 
 

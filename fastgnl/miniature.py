@@ -3,13 +3,16 @@
 import ast
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from fastgnl.beton import Beton
 from fastgnl.convert import convert
 from fastgnl.distributed import on_first_rank
 from fastgnl.errors import check
@@ -17,9 +20,11 @@ from fastgnl.formats.embedded import Digits
 from fastgnl.formats.listing import Listing
 from fastgnl.noise import instance_dependent
 
-PACKAGES = ("matplotlib", "numpy", "scipy", "sklearn")
+PACKAGES = ("matplotlib", "networkx", "sklearn", "sympy")
 TEXTS = 500
 """Docstrings of each package, drawn from twice as many."""
+WORDS = 3000
+"""The vocabulary of the tiny encoder."""
 LEAST = 80
 """Characters that make one worth classifying."""
 
@@ -65,7 +70,7 @@ def _docstrings(package: str) -> Iterator[str]:
 
 
 def docstrings(train: Path, test: Path, seed: int) -> None:
-    """Docstrings of four packages that fastgnl needs anyway; the class is the package. A fifth is for testing."""
+    """Docstrings of four packages that come with fastgnl; the class is the package. A fifth is for testing."""
     on_first_rank(lambda: _write_docstrings(train, test, seed))
 
 
@@ -85,31 +90,27 @@ def _write_docstrings(train: Path, test: Path, seed: int) -> None:
 
 
 def tiny_encoder(folder: Path, train: Path) -> None:
-    """A BERT of one small layer at random weights, with a WordPiece vocabulary of the training texts."""
+    """A BERT of one small layer at random weights, whose vocabulary is the commonest words of the training texts."""
     on_first_rank(lambda: _make_encoder(folder, train))
 
 
 def _make_encoder(folder: Path, train: Path) -> None:
     if (folder / "model.safetensors").exists():
         return
-    import torch
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    from fastgnl.beton import Beton
-
     beton = Beton(train)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=2000, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator((beton.text(row) for row in range(len(beton))), trainer)
-    ends = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
-    tokenizer.post_processor = processors.BertProcessing(*ends)
-    words = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    split = pre_tokenizers.BertPreTokenizer()
+    counts = Counter(word for row in range(len(beton)) for word, _ in split.pre_tokenize_str(beton.text(row).lower()))
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:WORDS]
+    number = {word: i for i, word in enumerate(dict.fromkeys([*special.values(), *words]))}
+    tokenizer = Tokenizer(models.WordLevel(number, "[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), split
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", number["[SEP]"]), ("[CLS]", number["[CLS]"]))
     config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=len(number),
         hidden_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -119,4 +120,4 @@ def _make_encoder(folder: Path, train: Path) -> None:
     )
     torch.manual_seed(0)
     BertModel(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)

@@ -154,7 +154,7 @@ def _instance(
     rows_file, part = rows_path(config.target), None
     P_rows = None
     if len(beton) * C <= ROWS_UP_TO:
-        part = rows_file.with_name(f".{rows_file.name}.part")
+        part = rows_file.with_name(f".{rows_file.name}.{os.getpid()}.part")
         P_rows = np.lib.format.open_memmap(part, "w+", np.float32, (len(beton), C))
     bar = tqdm(total=len(beton), desc="noise", unit=" samples", disable=quiet, dynamic_ncols=True)
     try:

@@ -30,8 +30,8 @@ DEMO: dict[str, Any] = {
     "pooling": "mean",
     "batches.size": 32,
     "train.epochs": 8,
-    "train.lr": 2e-3,
-    "gnl.warmup_epochs": 2,
+    "train.lr": 5e-4,
+    "gnl.warmup_epochs": 3,
 }
 FROZEN: dict[str, Any] = {
     "batches.size": 128,

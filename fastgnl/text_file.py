@@ -1,6 +1,7 @@
 """Texts in a ``.beton`` file as a source of batches of tokens: tokenised once, padded batch by batch."""
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,9 @@ class TextFile(FileSource):
     def _key(self) -> str:
         """Of all that decides the tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend is not None else str(sorted(self.tokenizer.get_vocab().items()))
+        rules: Any = sorted(self.tokenizer.get_vocab().items())
+        if backend is not None:
+            rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # left by its last call
         found = hashlib.sha256(f"{self.beton.info['records_crc']} {self.max_length} {rules}".encode())
         return found.hexdigest()[:12]
 

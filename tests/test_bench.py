@@ -33,6 +33,7 @@ def run(script, *args, **env):
             ("--batch", 8, "--steps", 2, "--epochs", 2, "--rounds", 1),
             {"engine", "ratio, equal rows each"},
         ),
+        ("npc.py", ("--data", "digits", "--seeds", 1, "--epochs", 2), {"data", "classifier", "alone", "with NPC"}),
         ("faults.py", ("--runs", 1, "--kills", 1), {"kills", "recovered"}),
         (
             "label_state.py",

@@ -33,6 +33,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert tops == {"fastgnl", f"fastgnl-{fastgnl.__version__}.dist-info"}
     assert "fastgnl/kernels/philox.py" in names
     assert "fastgnl/formats/cifar.py" in names
+    assert "fastgnl/backbones/vgg.py" in names
     assert "fastgnl/kernels/step.cpp" in names
     assert "fastgnl/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -41,12 +42,12 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
 def test_everything_imports_without_the_optional_packages(tmp_path):
     code = """
 import importlib, pkgutil, sys
-for name in ("ffcv", "deepspeed", "transformers", "triton", "pytest", "torchvision", "timm"):
+for name in ("ffcv", "deepspeed", "transformers", "tokenizers", "triton", "pytest", "torchvision", "timm"):
     sys.modules[name] = None  # importing it now raises ImportError
-import fastgnl, fastgnl.formats, fastgnl.kernels
-for package in (fastgnl, fastgnl.formats, fastgnl.kernels):
+import fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels
+for package in (fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name.split(".")[-1] not in ("triton_kernels", "triton_step", "ahead", "ffcv_reader"):
+        if module.name.split(".")[-1] not in ("triton_kernels", "triton_step", "ahead", "ffcv_reader", "hf_trainer"):
             importlib.import_module(module.name)
 
 from pathlib import Path

@@ -7,15 +7,15 @@ from fastgnl.distributed import process_group, rank
 from fastgnl.launch import check_new, execute, parse
 from launchers import EXPERIMENTS
 
-SHORT = ["--train.epochs", "2", "--gnl.warmup-epochs", "1"]
+SHORT = ["--train.epochs", "3", "--gnl.warmup-epochs", "1", "--keep.every", "4", "--keep.log-every", "1"]
 
 
 def main(engine: str, out: str) -> None:
     with process_group():
         for name, cls in EXPERIMENTS.items():
-            args = ["--data", "demo", "--run", str(Path(out) / name), "--train.engine", engine, *SHORT]
+            args = ["--data", "demo", "--out", str(Path(out) / name), "--train.engine", engine, *SHORT]
             if name != "news":
-                args += ["--batches.reader", "builtin", "--backbone", "small-cnn"]
+                args += ["--batches.reader", "builtin"]
             experiment = parse(cls, args)
             check_new(experiment)
             execute(experiment)
