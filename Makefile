@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test lint venv clean
 
 demo: venv
-	$(BIN)/torchrun --standalone --nproc-per-node=$(WORKERS) launchers/digits.py $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(WORKERS) launchers/webvision.py --data demo --compare --out runs/demo $(ARGS)
 
 test: venv lint
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with fastgnl (editable), the development tools, DeepSpeed and, where its headers are, FFCV.
+# Makes .venv with fastgnl (editable), the development tools, transformers, DeepSpeed and, where its headers are, FFCV.
 # Needs Python 3.10 or newer. As root on Debian it installs FFCV's headers itself.
 set -eu
 cd "$(dirname "$0")/.."
@@ -31,6 +31,7 @@ if [ ! -x .venv/bin/pip ]; then
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 pip install -c constraints.txt -e ".[dev]"
+pip install -c constraints.txt -e ".[nlp]" || echo "set-up: transformers did not install, going on without text encoders" >&2
 pip install -c constraints.txt -e ".[deepspeed]" || echo "set-up: DeepSpeed did not install, going on with DDP only" >&2
 
 if ! have_headers && is_root_on_debian; then

@@ -51,7 +51,7 @@ EXPERIMENTS: dict[Name, Experiment] = {
         "newsgroups20-text",
         ("train.beton", "test.beton"),
         "news.py",
-        "--encoder {minilm} --max-length 64 --noise.kind instance --noise.rate 0.4 --train.epochs 5 --train.lr 3e-4 "
+        "--encoder {minilm} --max-length 48 --noise.kind instance --noise.rate 0.4 --train.epochs 5 --batches.size 32 "
         "--train.precision bfloat16",
     ),
 }

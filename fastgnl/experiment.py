@@ -247,7 +247,7 @@ def build(experiment: Experiment, data: Data, method: Method, loader: Loader) ->
     backbones: list[Any] = [task.backbone() for _ in range(experiment.networks)]
     C, N = len(task.classes), len(task.train.labels)
     net = with_transition(
-        backbones[0] if len(backbones) == 1 else tuple(backbones),  # type: ignore[arg-type]
+        backbones[0] if len(backbones) == 1 else (backbones[0], backbones[1]),
         backbones[0].num_features,
         C,
         transition_input=experiment.transition_input if method == "gnl" else "none",
@@ -347,8 +347,8 @@ def run(experiment: Experiment) -> None:
     if not experiment.compare:
         _, history = train_method(experiment, data, experiment.method, folder)
         if rank() == 0:
-            with written(folder / "results.json") as file:
-                json.dump(results(history), file, indent=1)
+            with written(folder / "results.json") as out:
+                json.dump(results(history), out, indent=1)
             print(f"\n{report.text_table(('', 'last epoch', 'best epoch'), score_rows(history))}", flush=True)
             print(f"\nmodel: {folder / 'model.safetensors'} (fastgnl predict {folder} IMAGES...)", flush=True)
             print(f"curves: fastgnl report {folder}", flush=True)

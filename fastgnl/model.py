@@ -95,8 +95,8 @@ class Model:
         )
         pixels = resize(pixels, self.network["stored_side"], self.network["stored_square"])
         height, width = self.network["output"]
-        sides = (np.array([side]) for side in pixels.shape[:2])
-        window = augment.windows(np.zeros(1, np.int64), *sides, (height, width), 0, None)
+        high, wide = (np.array([side]) for side in pixels.shape[:2])
+        window = augment.windows(np.zeros(1, np.int64), high, wide, (height, width), 0, None)
         top, left, rows, cols = (int(part[0]) for part in window[:4])
         return window_of(Image.fromarray(pixels), top, left, rows, cols, height, width)
 
