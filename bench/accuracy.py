@@ -22,7 +22,7 @@ from fastgnl.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.digits import noisy_digits
 from fastgnl.errors import check_count
-from fastgnl.evaluate import accuracy
+from fastgnl.evaluate import predict_proba
 from fastgnl.loader import Loader
 from fastgnl.named import features, named
 from fastgnl.networks import MLP
@@ -91,14 +91,17 @@ LOADERS: dict[str, Callable[[int], Arrays]] = {
 }
 
 
-def cross_entropy(d: Arrays, epochs: int, seed: int) -> float:
-    """The estimator's network and settings with plain cross-entropy."""
+def cross_entropy(d: Arrays, epochs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The estimator's network and settings with plain cross-entropy: q of the training and of the test samples."""
     scaler = StandardScaler().fit(d.x)
-    x, test_x = (torch.from_numpy(scaler.transform(rows).astype(np.float32)) for rows in (d.x, d.test_x))
+    samples, test = (
+        Samples(torch.from_numpy(scaler.transform(x).astype(np.float32)), torch.from_numpy(labels))
+        for x, labels in ((d.x, d.given), (d.test_x, d.test_y))
+    )
     torch.manual_seed(seed)
-    net = with_transition(MLP(x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
-    train(net, CrossEntropy(), Loader(Samples(x, torch.from_numpy(d.given)), seed=seed), TrainConfig(epochs))
-    return accuracy(net, Samples(test_x, torch.from_numpy(d.test_y)))
+    net = with_transition(MLP(d.x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
+    train(net, CrossEntropy(), Loader(samples, seed=seed), TrainConfig(epochs))
+    return predict_proba(net, samples).numpy(), predict_proba(net, test).numpy()
 
 
 def measure(name: str, seed: int, epochs: int | None) -> tuple[float, float, float]:
@@ -110,7 +113,8 @@ def measure(name: str, seed: int, epochs: int | None) -> tuple[float, float, flo
     d = LOADERS[name](seed)
     clf = GNLClassifier(random_state=seed, epochs="auto" if epochs is None else epochs).fit(d.x, d.given)
     auroc = float(roc_auc_score(d.given != d.clean, clf.noise_probability_))
-    return cross_entropy(d, len(clf.history_), seed), float(clf.score(d.test_x, d.test_y)), auroc
+    _, q_test = cross_entropy(d, len(clf.history_), seed)
+    return float((q_test.argmax(1) == d.test_y).mean()), float(clf.score(d.test_x, d.test_y)), auroc
 
 
 def main(config: Config) -> None:

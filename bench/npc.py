@@ -10,23 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from accuracy import LOADERS, Arrays
+from accuracy import LOADERS, Arrays, cross_entropy
 from common import show
-from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
 
-from fastgnl import GNLClassifier, with_transition
+from fastgnl import GNLClassifier
 from fastgnl.cli import run_worker
-from fastgnl.cross_entropy import CrossEntropy
 from fastgnl.errors import check_count
-from fastgnl.evaluate import predict_proba
-from fastgnl.loader import Loader
-from fastgnl.networks import MLP
 from fastgnl.npc import NPC
-from fastgnl.optimise import TrainConfig
-from fastgnl.samples import Samples
-from fastgnl.trainer import train
 
 Name = Literal["digits", "newsgroups20-sn", "newsgroups20-asn", "newsgroups20"]
 Classifier = Callable[[Arrays, int, int], tuple[np.ndarray, np.ndarray]]
@@ -49,19 +40,6 @@ class Config:
     def __post_init__(self) -> None:
         check_count("seeds", self.seeds, 1)
         check_count("epochs", self.epochs, 1)
-
-
-def cross_entropy(d: Arrays, epochs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The estimator's network and settings with plain cross-entropy."""
-    scaler = StandardScaler().fit(d.x)
-    samples, test = (
-        Samples(torch.from_numpy(scaler.transform(x).astype(np.float32)), torch.from_numpy(labels))
-        for x, labels in ((d.x, d.given), (d.test_x, d.test_y))
-    )
-    torch.manual_seed(seed)
-    net = with_transition(MLP(d.x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
-    train(net, CrossEntropy(), Loader(samples, seed=seed), TrainConfig(epochs))
-    return predict_proba(net, samples).numpy(), predict_proba(net, test).numpy()
 
 
 def gnl(d: Arrays, epochs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
