@@ -87,12 +87,14 @@ def bucketed(
 
     A lane visits its samples by length, ``TOGETHER`` of them in any order; the batches then come in any order."""
     lane, _ = shuffled_lanes(len(lengths), batch_size, drop_last)
-    by_length = np.lexsort((lengths, lane))
+    rng = np.random.default_rng([seed, epoch, 2])
+    # Most texts are cut to one length: in the order of the file, often by class, a batch would hold one class alone.
+    by_length = np.lexsort((rng.random(len(lengths)), lengths, lane))
     starts = np.concatenate([[0], np.bincount(lane).cumsum()[:-1]])
     place = np.empty(len(lengths), np.int64)
     place[by_length] = np.arange(len(lengths)) - starts[lane[by_length]]
     schedule = shuffled(len(lengths), batch_size, seed, epoch, drop_last, place // TOGETHER)
-    return schedule[:, np.random.default_rng([seed, epoch, 2]).permutation(schedule.shape[1])]
+    return schedule[:, rng.permutation(schedule.shape[1])]
 
 
 def balanced(labels: NDArray[np.int64], batch_size: int, count: int, seed: int, epoch: int) -> NDArray[np.int64]:

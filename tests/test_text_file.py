@@ -89,6 +89,16 @@ def test_the_order_of_buckets():
     assert mine == set(halves[0].ravel().tolist()) - {-1}
 
 
+def test_texts_of_one_length_are_mixed():
+    """A file in the order of its classes: batches hold all of them, others in each epoch."""
+    labels = np.arange(1600) // 400
+    schedule = bucketed(np.full(1600, 40), 32, 0, 0)
+    assert min(len(np.unique(labels[column])) for column in schedule.T) == 4
+    assert {frozenset(column) for column in schedule.T} != {
+        frozenset(column) for column in bucketed(np.full(1600, 40), 32, 0, 1).T
+    }
+
+
 def test_pooling(texts):
     """Padding changes no text's vector; the mean is over the text's own tokens, standardised."""
     ids = torch.tensor([[2, 4, 5, 3, 0, 0], [2, 4, 5, 4, 5, 3]])
