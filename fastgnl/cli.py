@@ -158,16 +158,21 @@ def run_demo(config: Demo) -> None:
     os.execv(sys.executable, [*launch, "-m", "fastgnl.demo", *options])
 
 
+def parse(args: list[str] | None = None) -> Any:
+    """The command that the arguments give, with its options."""
+    return tyro.cli(
+        Command,
+        prog="fastgnl",
+        description="Train classifiers that survive wrong labels.",
+        args=args,
+        config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
+    )
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point of the ``fastgnl`` command."""
     try:
-        command = tyro.cli(
-            Command,
-            prog="fastgnl",
-            description="Train classifiers that survive wrong labels.",
-            args=args,
-            config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes),
-        )
+        command = parse(args)
         if isinstance(command, Demo):
             run_demo(command)
         elif isinstance(command, audit.AuditConfig):

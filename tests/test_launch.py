@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from worker_launch import SHORT
 
+from fastgnl import cli
 from fastgnl.beton_writer import BetonWriter, Blob
 from fastgnl.convert import convert
 from fastgnl.errors import InputError
@@ -76,6 +78,29 @@ def test_help_says_where_defaults_come_from(name, capsys, monkeypatch):
     assert f"(default: {lr}, the paper's)" in text
     assert "(default: 0, fastgnl's)" in text
     assert "--data demo comes with other defaults: " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cifar", ["--dataset", "cifar100"]),
+        *(("cifar_n", ["--labels", labels]) for labels in ("worst", "aggregate", "random3", "noisy100")),
+        ("red_mini_imagenet", ["--rate", "0.8"]),
+        ("animal10n", []),
+        ("clothing1m", []),
+        ("webvision", []),
+        ("webvision", ["--full"]),
+        ("news", ["--dataset", "agnews"]),
+        ("news", ["--encoder", "embeddings"]),
+    ],
+)
+def test_the_commands_that_make_the_data_are_commands(name, options):
+    for role, file in parse(EXPERIMENTS[name], ["--data", "d", *options]).files().items():
+        words = file.command("DIR").split()
+        conversion = cli.parse(words[1:]).conversion
+        assert conversion.target == Path("DIR") / file.name
+        if getattr(conversion.format, "split", None) is not None:
+            assert ("train" in conversion.format.split) == (role == "train")
 
 
 def test_given_options_come_before_the_demos(tmp_path):
@@ -178,6 +203,51 @@ def test_two_networks_averages_export_and_resume(digit_files, tmp_path, capsys):
     test = Digits("test").listing()
     predicted = model.predict_proba([test.read(i) for i in range(len(test))]).argmax(1)
     assert (predicted == test.labels).mean() == pytest.approx(found["last"]["test EMA top1"], abs=1e-6)
+
+
+def test_predict(digit_files, tmp_path, capsys):
+    run = tmp_path / "run"
+    execute(small(digit_files, run, "--method", "ce", "--train.epochs", 4))
+    capsys.readouterr()
+    test = Digits("test").listing()
+    images = tmp_path / "images"
+    images.mkdir()
+    for i in range(40):
+        Image.fromarray(test.read(i)).save(images / f"{i:02}.png")
+    cli.main(["predict", str(run), str(images), "--out", str(tmp_path / "found.csv"), "--top", "2"])
+    rows = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
+    assert rows[0] == ["file", "class", "probability"]
+    model = load_model(run)
+    wanted = model.predict_proba([images / f"{i:02}.png" for i in range(40)])
+    assert [row[1] for row in rows[1::2]] == [str(c) for c in wanted.argmax(1)]
+    assert (wanted.argmax(1) == test.labels[:40]).mean() > 0.5
+    (images / "40.png").write_bytes(b"no image")
+    for path, words in ((images, "40.png cannot be read"), (tmp_path / "none", "none does not exist")):
+        with pytest.raises(SystemExit):
+            cli.main(["predict", str(run), str(path)])
+        assert words in capsys.readouterr().err
+    (run / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_model(run)
+
+
+def test_embeddings_in_place_of_texts(tmp_path):
+    """One hidden layer on files of features, made wrong by the launcher; the exported model takes raw features."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((4, 12))
+    for split, count in (("train", 400), ("test", 100)):
+        y = np.arange(count) % 4
+        x = (3 * (centres[y] + 0.5 * rng.standard_normal((count, 12))) + 5).astype(np.float32)
+        np.savez(tmp_path / f"{split}.npz", x=x, y=y)
+        cli.main(["convert", "npz", str(tmp_path / f"{split}.npz"), str(tmp_path / f"{split}-embeddings.beton")])
+    args = ["--data", tmp_path, "--out", tmp_path / "run", "--encoder", "embeddings", "--dataset", "agnews"]
+    args += ["--noise.kind", "symmetric", "--noise.rate", "0.3", "--train.epochs", "12"]
+    experiment = parse(EXPERIMENTS["news"], list(map(str, args)))
+    execute(experiment)
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert found["last"]["test top1"] > 0.9
+    predicted = load_model(tmp_path / "run").predict_proba(x).argmax(1)
+    assert (predicted == y).mean() == pytest.approx(found["last"]["test top1"])
 
 
 def test_a_config_of_another_launcher_is_refused(tmp_path):
