@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launcher_files import EXPERIMENTS, FOLDER
 from PIL import Image
 from safetensors.torch import load_file
 from worker_launch import SHORT
@@ -28,7 +29,6 @@ from fastgnl.launch import check_new, execute, parse
 from fastgnl.miniature import PACKAGES
 from fastgnl.model import load_model
 from fastgnl.optimise import learning_rate, settled
-from launchers import EXPERIMENTS, FOLDER
 
 SETTINGS = {
     # backbone, epochs, batch, lr, weight decay, last epoch before the drop, warm-up, direction

@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
+from launcher_files import EXPERIMENTS
+
 from fastgnl.distributed import process_group, rank
 from fastgnl.launch import check_new, execute, parse
-from launchers import EXPERIMENTS
 
 SHORT = ["--train.epochs", "3", "--gnl.warmup-epochs", "1", "--keep.every", "4", "--keep.log-every", "1"]
 
