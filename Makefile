@@ -9,7 +9,7 @@ demo: venv
 	$(BIN)/torchrun --standalone --nproc-per-node=$(WORKERS) launchers/webvision.py --data demo --compare --out runs/demo $(ARGS)
 
 test: venv lint
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -320,7 +320,7 @@ def test_a_killed_demo_goes_on(name, engine, demos, tmp_path):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     options = ["--data", "demo", "--out", run, "--train.engine", engine, *SHORT]
     killed = torchrun(launcher, *options, start_new_session=True, **quiet)
-    wait_for_steps(run, 18, killed)
+    wait_for_steps(run, 14, killed)
     pids = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True).stdout.split()
     for pid in map(int, pids):
         with contextlib.suppress(ProcessLookupError):
