@@ -151,20 +151,28 @@ def _restored(default: Any, values: dict[str, Any]) -> Any:
     return replace(default, **found)
 
 
-def read_config(cls: type[Experiment], folder: Path) -> Experiment:
-    """The experiment that was begun in a folder."""
+def _begun(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The launcher and the options of the run in a folder."""
     path = folder / CONFIG
     check(path.exists(), f"{path} does not exist, wanted the folder of a run that was begun")
     try:
         config = json.loads(path.read_text())
-        name, options = config["launcher"], config["options"]
-    except (OSError, ValueError, KeyError) as error:
+        options: dict[str, Any] = config["options"]
+        return config["launcher"], options | {"data": options["data"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read ({error!r}), wanted the configuration of a run") from error
+
+
+def read_config(cls: type[Experiment], folder: Path) -> Experiment:
+    """The experiment that was begun in a folder."""
+    name, options = _begun(folder)
     check(name == cls.name, f"the run in {folder} is of {name}, wanted one of {cls.name}")
     try:
         found: Experiment = _restored(cls(data=options["data"]), options)
     except KeyError as error:
-        raise InputError(f"{path} has no option {error}, wanted the configuration of this version's run") from error
+        raise InputError(
+            f"{folder / CONFIG} has no option {error}, wanted the configuration of this version's run"
+        ) from error
     return replace(found, out=folder)
 
 
@@ -186,9 +194,9 @@ def check_new(experiment: Experiment) -> None:
     folder = experiment.folder
     check_writable(folder / CONFIG)
     if (folder / CONFIG).exists():
-        before = json.loads((folder / CONFIG).read_text())
+        _, before = _begun(folder)
         check(
-            before["options"]["data"] == DEMO and experiment.is_demo,
+            before["data"] == DEMO and experiment.is_demo,
             f"{folder} holds a run already, wanted --resume {folder}, or another folder (--out)",
         )
 

@@ -257,6 +257,9 @@ def test_a_config_of_another_launcher_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"launcher": "cifar", "options": {"data": "d"}}))
     with pytest.raises(InputError, match="has no option"):
         parse(EXPERIMENTS["cifar"], ["--resume", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        check_new(parse(EXPERIMENTS["cifar"], ["--data", "demo", "--out", str(tmp_path)]))
 
 
 def torchrun(*args, workers=2, **options):
