@@ -51,8 +51,9 @@ EXPERIMENTS: dict[Name, Experiment] = {
         "newsgroups20-text",
         ("train.beton", "test.beton"),
         "news.py",
-        "--encoder {minilm} --max-length 40 --noise.kind instance --noise.rate 0.4 --train.epochs 4 --batches.size 32 "
-        "--train.precision bfloat16 --train.lr-warmup 0.5 --gnl.warmup-epochs 1 --gnl.warmup-sets given",
+        "--encoder {minilm} --max-length 96 --noise.kind instance --noise.rate 0.4 --train.epochs 6 "
+        "--train.lr 2e-4 --train.lr-warmup 0.5 --train.precision bfloat16 --batches.size 32 "
+        "--gnl.warmup-epochs 2 --gnl.warmup-sets given",
     ),
 }
 
