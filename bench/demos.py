@@ -39,6 +39,7 @@ class Config:
     """Write the rows here too."""
 
     def __post_init__(self) -> None:
+        check(len(self.engines) > 0, f"engines is empty, wanted some of {', '.join(ENGINES)}")
         for name in self.launchers:
             check(name in NAMES, f"launchers holds {name!r}, wanted some of {', '.join(NAMES)}")
         for engine in self.engines:

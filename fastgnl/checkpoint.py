@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as sync_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastgnl.distributed import is_distributed, rank, world_size
-from fastgnl.errors import InputError, check, check_count
+from fastgnl.errors import InputError, check, check_count, some
 
 FORMAT = 1
 MANIFEST, PLAIN, METADATA = "manifest.json", "plain.json", ".metadata"
@@ -228,10 +228,6 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise InputError(f"the checkpoint holds something other than a tensor as {read_item.dest_index.fqn!r}")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 class Saved:
     """A checkpoint that is whole. Reading it is no collective: each rank reads what it needs."""
 
@@ -258,9 +254,14 @@ class Saved:
         """In place, on whatever device. Nothing is changed unless all names, shapes and types fit."""
         entries = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
         has = {name.removeprefix("shared/"): entry for name, entry in entries.items() if name.startswith("shared/")}
-        lacking, unknown = sorted(into.keys() - has.keys()), sorted(has.keys() - into.keys())
-        check(not lacking, f"the checkpoint {self.path} has no {_some(lacking)}, wanted {len(into)} tensors with it")
-        check(not unknown, f"the checkpoint {self.path} has {_some(unknown)}, wanted none of that name")
+        lacking, unknown = (
+            [repr(name) for name in sorted(names)] for names in (into.keys() - has.keys(), has.keys() - into.keys())
+        )
+        check(
+            not lacking,
+            f"the checkpoint {self.path} has no {some(lacking)}, wanted {len(into)} tensors with it",
+        )
+        check(not unknown, f"the checkpoint {self.path} has {some(unknown)}, wanted none of that name")
         for name, tensor in into.items():
             found, wanted = (has[name].size, has[name].properties.dtype), (tensor.shape, tensor.dtype)
             check(

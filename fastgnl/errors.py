@@ -1,6 +1,6 @@
 """Bad input, reported in one sentence: what was given and what is wanted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
 
@@ -44,3 +44,8 @@ def check_seed(seed: int, bits: int = 64) -> None:
     """A seed is a whole number of so many bits."""
     check_count("seed", seed, 0)
     check(seed < 2**bits, f"seed is {seed}, wanted one below 2**{bits}")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three of many names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

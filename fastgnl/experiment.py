@@ -350,7 +350,7 @@ def run(experiment: Experiment) -> None:
             with written(folder / "results.json") as out:
                 json.dump(results(history), out, indent=1)
             print(f"\n{report.text_table(('', 'last epoch', 'best epoch'), score_rows(history))}", flush=True)
-            print(f"\nmodel: {folder / 'model.safetensors'} (fastgnl predict {folder} IMAGES...)", flush=True)
+            print(f"\nmodel: {folder / 'model.safetensors'} (fastgnl predict {folder} FILES...)", flush=True)
             print(f"curves: fastgnl report {folder}", flush=True)
         return
     found: dict[str, Result] = {}

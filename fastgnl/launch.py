@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from fastgnl.distributed import on_first_rank, process_group, world_size
+from fastgnl.distributed import on_first_rank, process_group, rank, world_size
 from fastgnl.errors import InputError, check
 from fastgnl.experiment import DEMO, Experiment, layout_of, made_by, plain, run, with_options
 from fastgnl.files import check_writable, written
@@ -157,10 +157,11 @@ def _begun(folder: Path) -> tuple[str, dict[str, Any]]:
     check(path.exists(), f"{path} does not exist, wanted the folder of a run that was begun")
     try:
         config = json.loads(path.read_text())
-        options: dict[str, Any] = config["options"]
-        return config["launcher"], options | {"data": options["data"]}
+        launcher, options = str(config["launcher"]), dict(config["options"])
+        options["data"]  # the one that every version has
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read ({error!r}), wanted the configuration of a run") from error
+    return launcher, options
 
 
 def read_config(cls: type[Experiment], folder: Path) -> Experiment:
@@ -215,7 +216,18 @@ def begin(experiment: Experiment, resumed: bool) -> None:
 def execute(experiment: Experiment, resumed: bool = False) -> None:
     """Begin the run, or go on with it, to its end: on every rank."""
     on_first_rank(lambda: begin(experiment, resumed))
-    run(experiment)
+    try:
+        run(experiment)
+    except InputError:
+        if rank() == 0 and not resumed:
+            _forget(experiment.folder)
+        raise
+
+
+def _forget(folder: Path) -> None:
+    """Free the folder of a run that was refused before it left anything but its configuration."""
+    if [path.name for path in folder.iterdir()] == [CONFIG]:
+        (folder / CONFIG).unlink()
 
 
 def main(cls: type[Experiment], args: Sequence[str] | None = None) -> None:

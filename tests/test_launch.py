@@ -163,6 +163,7 @@ def test_wrong_files_are_told_of_before_training(digit_files, tmp_path):
         experiment = small(digit_files, tmp_path / "run", *options, name=name)
         with pytest.raises(InputError, match=re.escape(words)):
             execute(experiment)
+        check_new(experiment)  # the folder is free for the run as it was meant
 
 
 def test_test_classes_must_be_those_of_training(digit_files, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fastgnl.errors import InputError, check
+from fastgnl.errors import InputError, check, some
 
 WRAPPERS = ("state_dict", "model")
 """Keys under which a checkpoint may keep its weights."""
@@ -35,7 +35,7 @@ def load_weights(backbone: nn.Module, path: Path) -> None:
         if name in given and given[name].shape != wanted[name].shape
     ]
     problems = [
-        f"{kind} {_some(names)}".strip()
+        f"{kind} {some(names)}".strip()
         for kind, names in (("no", missing), ("unknown", unknown), ("", shapes))
         if names
     ]
@@ -82,7 +82,3 @@ def _content(path: Path) -> Any:
         loaded = re.search(r"GLOBAL (\S+)", str(error))
         what = f"tries to load {loaded[1]}" if loaded else f"cannot be read as a {path.suffix} file"
         raise InputError(f"{path} {what}, wanted a whole file with tensors alone in it") from error
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
