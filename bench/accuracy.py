@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from fastgnl import GNLClassifier, with_transition
 from fastgnl.cli import run_worker
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.digits import noisy_digits
 from fastgnl.errors import check_count

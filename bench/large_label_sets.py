@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from fastgnl import GNLObjective, with_transition
 from fastgnl.cli import run_worker
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.errors import check_choice, check_count
 from fastgnl.loader import Loader
 from fastgnl.named import features, named

@@ -95,8 +95,10 @@ class Augment:
         output: tuple[int, int],
         seed: int,
         epoch: int | None,
+        view: int = 0,
     ) -> Windows:
-        """The window of each sample: of training in an epoch, of evaluation (the middle) without one."""
+        """The window of each sample: of training in an epoch, of evaluation (the middle) without one. Each view of a
+        sample has its own."""
         heights, widths = heights.astype(np.int64), widths.astype(np.int64)
         out_h, out_w = output
         # An image that is too small for a window of the output's size gives its largest square, resized.
@@ -112,7 +114,7 @@ class Augment:
         if epoch is None or (self.crop == "none" and not self.flip):
             return Windows(*middle, rows, cols, no_flip)
         count = 3 + 2 * TRIES if self.crop == "resized" else 3
-        draws = philox.words(seed, torch.from_numpy(ids), count, epoch, [philox.stream(philox.AUGMENT)])
+        draws = philox.words(seed, torch.from_numpy(ids), count, epoch, [philox.stream(philox.AUGMENT, draw=view)])
         word = draws[0].numpy()
         flip = (word[:, 0] >> 31) == 1 if self.flip else no_flip
         if self.crop == "none":

@@ -19,7 +19,7 @@ from fastgnl import report
 from fastgnl.beton import Beton
 from fastgnl.comparison import HEADER, NAMES, Result, result_of, table_rows, write_report
 from fastgnl.config import GNLOptions
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import on_first_rank, rank
 from fastgnl.errors import InputError, check, check_choice, check_count, check_range, check_seed
 from fastgnl.files import written

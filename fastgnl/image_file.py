@@ -72,6 +72,7 @@ class ImageFile(FileSource):
         self.augment, self.seed = augment or Augment(), seed
         workers = torch.get_num_threads() if workers is None else workers
         check_count("workers", workers, 1)
+        self.workers = workers
         image = self.beton.records["f0"]
         self.heights, self.widths = image["height"], image["width"]
         self.output = self.augment.output(self.heights, self.widths)
@@ -90,9 +91,11 @@ class ImageFile(FileSource):
         else:
             self.reader = BuiltinReader(self.beton, self.augment, self.output, workers)
 
-    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
-        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one."""
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None, view: int = 0) -> Iterator[Tensor]:
+        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one. All
+        views but the first come from the built-in reader: FFCV's threads read one file at a time."""
         if not batches:
             return iter(())
-        windows = self.augment.windows(self.beton.ids.copy(), self.heights, self.widths, self.output, self.seed, epoch)
-        return self.reader.read(batches, windows)
+        windows = self.augment.windows(self.beton.ids.copy(), self.heights, self.widths, self.output, self.seed, epoch, view)
+        reader = self.reader if view == 0 else BuiltinReader(self.beton, self.augment, self.output, self.workers)
+        return reader.read(batches, windows)

@@ -32,6 +32,8 @@ class Batch:
     """The true labels where known: None, or ``UNKNOWN`` (-1) for single samples."""
     global_rows: int
     """Rows of the batch over all ranks."""
+    others: tuple[Tensor, ...] = ()
+    """The same samples, augmented anew, where more views than one were asked for."""
 
 
 class Source(Protocol):
@@ -63,8 +65,9 @@ class Source(Protocol):
         """Rows to evaluate at a time."""
         ...
 
-    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
-        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one."""
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None, view: int = 0) -> Iterator[Tensor]:
+        """The inputs of each batch of rows in turn: augmented as that epoch wants it, or as they are without one. Views
+        are augmented each in its own way, and may be loaded side by side."""
         ...
 
 
@@ -136,19 +139,23 @@ class Loader:
             lane, lanes = order.shuffled_lanes(len(labels), self.batch_size, self.drop_last)
         return self.source.ids[order.rank_rows(lane, lanes, rank(), world_size())].sort().values
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's part of every batch of an epoch, augmented, from batch ``start`` on."""
+    def epoch(self, number: int, start: int = 0, views: int = 1) -> Iterator[Batch]:
+        """This rank's part of every batch of an epoch, augmented, from batch ``start`` on; with more ``views``, each
+        sample augmented in so many ways."""
         schedule = self.schedule(number)
         sizes = (schedule >= 0).sum(0).tolist()[start:]
         parts = order.columns(order.rank_lanes(schedule, rank(), world_size()))[start:]
-        for rows, size, x in zip(parts, sizes, self.source.load(parts, number), strict=True):
-            yield _batch(self.source, rows, x, size)
+        loads = [self.source.load(parts, number, view) for view in range(views)]
+        for rows, size, x, *others in zip(parts, sizes, *loads, strict=True):
+            yield _batch(self.source, rows, x, size, tuple(others))
 
 
-def _batch(source: Source, rows: NDArray[np.int64], x: Tensor, size: int) -> Batch:
+def _batch(
+    source: Source, rows: NDArray[np.int64], x: Tensor, size: int, others: tuple[Tensor, ...] = ()
+) -> Batch:
     index = torch.from_numpy(rows)
     clean = None if source.clean is None else source.clean[index]
-    return Batch(x, source.labels[index], source.ids[index], clean, size)
+    return Batch(x, source.labels[index], source.ids[index], clean, size, others)
 
 
 def once(source: Source) -> Iterator[Batch]:

@@ -38,6 +38,6 @@ class Samples:
             return self.x[index]
         return torch.from_numpy(self.x[index if isinstance(index, slice) else np.asarray(index)].toarray())
 
-    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
-        """The inputs of each batch in turn."""
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None, view: int = 0) -> Iterator[Tensor]:
+        """The inputs of each batch in turn; all views of a sample are the same."""
         return (self.rows(batch) for batch in batches)

@@ -88,7 +88,7 @@ class TextFile(FileSource):
         offsets = np.concatenate([[0], np.cumsum([len(row) for row in found])]).astype(np.int64)
         return np.concatenate([np.asarray(row, np.int32) for row in found]), offsets
 
-    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None, view: int = 0) -> Iterator[Tensor]:
         """The tokens of each batch of rows in turn; nothing of them is random."""
         return (self._padded(rows) for rows in batches)
 

@@ -4,13 +4,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fastgnl.distributed import device, is_distributed, rank, sum_over_ranks_, synchronise_batch_norm, world_size
-from fastgnl.engine import make_engine, trained
+from fastgnl.engine import Engine, make_engine, trained
 from fastgnl.errors import InputError, check
 from fastgnl.evaluate import eval_losses, scores
 from fastgnl.kernels.backends import notice
@@ -69,6 +69,20 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class Runs(Protocol):
+    """An objective that runs the network itself: on mixed inputs, on several views of each sample, more than once."""
+
+    @property
+    def views(self) -> int:
+        """Differently augmented inputs that it wants of each sample now."""
+        ...
+
+    def run(self, engine: Engine, net: Any, batch: Batch) -> Terms:
+        """The loss of a batch. What is run through ``engine`` has a gradient, ``net`` is for all else."""
+        ...
+
+
 def _begins_alone(objective: Objective) -> bool:
     """Whether its candidate sets are the given label alone at first."""
     config = getattr(objective, "config", None)
@@ -118,7 +132,8 @@ def _moved(batch: Batch, config: TrainConfig) -> Batch:
     if config.channels_last and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     clean = None if batch.clean is None else batch.clean.to(place)
-    return Batch(x, batch.labels.to(place), batch.index.to(place), clean, batch.global_rows)
+    others = tuple(view.to(place, non_blocking=True) for view in batch.others)
+    return Batch(x, batch.labels.to(place), batch.index.to(place), clean, batch.global_rows, others)
 
 
 class _Stepper:
@@ -149,16 +164,21 @@ class _Stepper:
         at.step, at.batch = at.step + 1, at.batch + 1
         at.between = at.batch - first < group
         _seed_step(self.seed, at.step)
-        z, t = self.engine(batch.x, batch.index)
-        slow = None if self.encoder is None else self.encoder(batch.x, batch.index)
-        clean = None if batch.clean is None else batch.clean.clamp(min=0)
-        terms = self.objective(z, t, batch.labels, batch.index, clean, slow)
+        terms = self._terms(batch)
         # A loss that is not finite makes every gradient so: all ranks see it, and skip the step together.
         share = torch.where(terms.loss.detach().isfinite(), 1 / group, math.nan)
         self.engine.backward(terms.loss * share, last=not at.between)
         if not at.between:
             self._step(lr, batch, terms, at)
         return terms
+
+    def _terms(self, batch: Batch) -> Terms:
+        if isinstance(self.objective, Runs):
+            return self.objective.run(self.engine, self.net, batch)
+        z, t = self.engine(batch.x, batch.index)
+        slow = None if self.encoder is None else self.encoder(batch.x, batch.index)
+        clean = None if batch.clean is None else batch.clean.clamp(min=0)
+        return self.objective(z, t, batch.labels, batch.index, clean, slow)
 
     def _step(self, lr: float, batch: Batch, terms: Terms, at: Position) -> None:
         if self.engine.step(lr):
@@ -205,7 +225,7 @@ def _facts(loader: Loader, objective: Objective) -> dict[str, Any]:
         "batches": len(loader),
         "objective": type(objective).__name__,
     }
-    config = getattr(objective, "config", None)
+    config = getattr(objective, "config", None) or getattr(objective, "options", None)
     if config is not None:
         facts |= {name: value for name, value in asdict(config).items() if name != "backend"}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
@@ -249,7 +269,8 @@ def train(
             on_batch(at.step * len(loader.source.labels) // len(loader), None)
         while at.epoch < config.epochs:
             net.train()
-            for batch in _timed(loader.epoch(at.epoch, at.batch), at):
+            views = objective.views if isinstance(objective, Runs) else 1
+            for batch in _timed(loader.epoch(at.epoch, at.batch, views), at):
                 lr = stepper.rate(at)
                 batch = _moved(batch, config)
                 terms = stepper(batch, at)

@@ -118,18 +118,28 @@ class PairNet(nn.Module):
         self.nets = nn.ModuleList([first, second])
         self.num_classes = first.num_classes
 
-    def forward(self, x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        (z0, t0), (z1, t1) = self._on_streams(x, index) if x.is_cuda else (net(x, index) for net in self.nets)
+    def forward(
+        self, x: Tensor | tuple[Tensor, Tensor], index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Two inputs are for a network each."""
+        inputs = x if isinstance(x, tuple) else (x, x)
+        if inputs[0].is_cuda:
+            (z0, t0), (z1, t1) = self._on_streams(inputs, index)
+        else:
+            (z0, t0), (z1, t1) = (net(own, index) for net, own in zip(self.nets, inputs, strict=True))
         return torch.stack([z0, z1]), None if t0 is None or t1 is None else torch.stack([t0, t1])
 
-    def _on_streams(self, x: Tensor, index: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        own, other = torch.cuda.current_stream(x.device), _second_stream(x.device)
+    def _on_streams(
+        self, inputs: tuple[Tensor, Tensor], index: Tensor | None
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        device = inputs[1].device
+        own, other = torch.cuda.current_stream(device), _second_stream(device)
         other.wait_stream(own)  # before the first begins, for which it need not wait
-        first = self.nets[0](x, index)
+        first = self.nets[0](inputs[0], index)
         with torch.cuda.stream(other):
-            second = self.nets[1](x, index)
+            second = self.nets[1](inputs[1], index)
         own.wait_stream(other)
-        x.record_stream(other)  # its backward reads x
+        inputs[1].record_stream(other)  # its backward reads it
         for part in second:
             if part is not None:
                 part.record_stream(own)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.errors import InputError
 from fastgnl.evaluate import accuracy, predict_proba, scores
 from fastgnl.loader import Loader

@@ -8,7 +8,7 @@ import torch
 from scipy.sparse import csr_array
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.errors import InputError
 from fastgnl.evaluate import accuracy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgnl import GNLObjective, with_transition
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import process_group, rank, sum_over_ranks, world_size
 from fastgnl.errors import InputError
 from fastgnl.loader import Loader

@@ -10,7 +10,7 @@ from torch import nn
 from fastgnl import GNLObjective, GNLPair, with_transition
 from fastgnl.augment import Augment
 from fastgnl.convert import converted
-from fastgnl.cross_entropy import CrossEntropy
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import (
     is_distributed,
     on_first_rank,
