@@ -1,142 +1,218 @@
-"""Test accuracy of CE and GNL after the last epoch, on digits and on the embeddings of FASTGNL_DATA.
+"""Test accuracy of every method on real data with wrong labels: the shape of the paper's tables.
 
-python bench/accuracy.py                          # digits: the demo's CNN and GNLClassifier, three seeds
-FASTGNL_DATA=... python bench/accuracy.py --data newsgroups20 cifar10n-worst-embeddings
+python bench/accuracy.py                                # digits, three seeds, all methods
+FASTGNL_DATA=... python bench/accuracy.py --problems all
+
+Each run (problem, method, seed) is noted when it ends; the same command goes on where it was interrupted. All methods
+have the same network, batches, optimizer and epochs. Those that must be told the share of wrong labels (co-teaching,
+JoCoR, CausalNL) are told the true one.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import show
+from cleanlab_peer import pruned_by_cleanlab
+from common import Chart, show
+from noted import carried_out
+from problems import KINDS, Problem, make_problem
 from sklearn.metrics import roc_auc_score
-from sklearn.preprocessing import StandardScaler
-from tqdm import tqdm
 
-from fastgnl import GNLClassifier, with_transition
 from fastgnl.cli import run_worker
-from fastgnl.methods.cross_entropy import CrossEntropy
-from fastgnl.demo import DemoConfig, run_method
-from fastgnl.digits import noisy_digits
-from fastgnl.errors import check_count
-from fastgnl.evaluate import predict_proba
+from fastgnl.errors import InputError, check_choice, check_count
+from fastgnl.evaluate import eval_losses
 from fastgnl.loader import Loader
-from fastgnl.named import features, named
-from fastgnl.networks import MLP
-from fastgnl.noise import asymmetric, instance_dependent, symmetric
-from fastgnl.optimise import TrainConfig
-from fastgnl.samples import Samples
-from fastgnl.task import digits as digits_task
+from fastgnl.methods.base import Setting
+from fastgnl.methods.catalogue import METHODS, make_method
+from fastgnl.report import text_table
+from fastgnl.tally import best
 from fastgnl.trainer import train
 
-Name = Literal[
-    "digits-cnn",
-    "digits",
-    "newsgroups20",
-    "newsgroups20-sn",
-    "newsgroups20-asn",
-    "cifar10n-worst-embeddings",
-    "cifar10n-aggregate-embeddings",
-]
+PEERS = ("cleanlab",)
+NAMES = (*METHODS, *PEERS)
+SINGLE = tuple(name for name, entry in METHODS.items() if entry.networks == 1)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Test accuracy of CE and GNL after the last epoch, in percent."""
+    """Test accuracy of every method, in percent, after the last and the best epoch."""
 
-    data: tuple[Name, ...] = ("digits-cnn", "digits")
-    """Data sets; 20 Newsgroups has 40% instance-dependent, symmetric (sn) or asymmetric (asn) noise."""
+    problems: tuple[str, ...] = tuple(name for name in KINDS if name.startswith("digits"))
+    """Data sets with their noise, or "all"."""
+    methods: tuple[str, ...] = NAMES
     seeds: int = 3
     """Runs of each, with seeds 0, 1, ..."""
     epochs: int | None = None
-    """Epochs of every run, in place of each one's own."""
+    """Epochs of every run, in place of each problem's own."""
+    jobs: int = 2
+    """Runs at a time, a thread each."""
+    found: Path = Path("bench/results/accuracy.jsonl")
+    """Where each run is noted; what is there already is not run again."""
     json: Path | None = None
-    """Write the rows here too."""
+    """Write the rows here too, with a table and a picture beside it."""
 
     def __post_init__(self) -> None:
         check_count("seeds", self.seeds, 1)
+        check_count("jobs", self.jobs, 1)
+        for name in self.problems:
+            check_choice("problems", name, ("all", *KINDS))
+        for name in self.methods:
+            check_choice("methods", name, NAMES)
 
 
-class Arrays(NamedTuple):
-    x: np.ndarray
-    given: np.ndarray
-    clean: np.ndarray
-    test_x: np.ndarray
-    test_y: np.ndarray
+class Plan(NamedTuple):
+    """One run."""
+
+    problem: str
+    method: str
+    seed: int
+    epochs: int | None
 
 
-def digits(seed: int) -> Arrays:
-    d = noisy_digits(0.4, seed)
-    x, test_x = (images.flatten(1).numpy() for images in (d.train_x, d.test_x))
-    return Arrays(x, d.train_given.numpy(), d.train_clean.numpy(), test_x, d.test_y.numpy())
-
-
-def embeddings(name: str, noise: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None) -> Arrays:
-    data = named(name)
-    x, clean = features(data.train), data.train.clean
-    given = data.train.labels if noise is None else noise(StandardScaler().fit_transform(x), clean)
-    return Arrays(x, given, clean, features(data.test), data.test.labels)
-
-
-LOADERS: dict[str, Callable[[int], Arrays]] = {
-    "digits": digits,
-    "newsgroups20": lambda seed: embeddings("newsgroups20", lambda x, y: instance_dependent(x, y, 0.4, seed).labels),
-    "newsgroups20-sn": lambda seed: embeddings("newsgroups20", lambda x, y: symmetric(y, 0.4, seed).labels),
-    "newsgroups20-asn": lambda seed: embeddings("newsgroups20", lambda x, y: asymmetric(y, 0.4, seed).labels),
-    "cifar10n-worst-embeddings": lambda seed: embeddings("cifar10n-worst-embeddings"),
-    "cifar10n-aggregate-embeddings": lambda seed: embeddings("cifar10n-aggregate-embeddings"),
-}
-
-
-def cross_entropy(d: Arrays, epochs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The estimator's network and settings with plain cross-entropy: q of the training and of the test samples."""
-    scaler = StandardScaler().fit(d.x)
-    samples, test = (
-        Samples(torch.from_numpy(scaler.transform(x).astype(np.float32)), torch.from_numpy(labels))
-        for x, labels in ((d.x, d.given), (d.test_x, d.test_y))
+def setting_of(problem: Problem, plan: Plan) -> Setting:
+    """What a method is told; the noise rate is the true share of wrong labels."""
+    assert problem.train.clean is not None
+    wrong = float((problem.train.labels != problem.train.clean).double().mean())
+    epochs = problem.config.epochs
+    return Setting(
+        len(problem.train.labels),
+        problem.num_classes,
+        epochs,
+        min(10, max(epochs // 4, 1)),
+        wrong,
+        plan.seed,
+        shape=problem.shape,
     )
-    torch.manual_seed(seed)
-    net = with_transition(MLP(d.x.shape[1]), 512, int(d.clean.max()) + 1, transition_input="none")
-    train(net, CrossEntropy(), Loader(samples, seed=seed), TrainConfig(epochs))
-    return predict_proba(net, samples).numpy(), predict_proba(net, test).numpy()
 
 
-def measure(name: str, seed: int, epochs: int | None) -> tuple[float, float, float]:
-    """(accuracy of CE, accuracy of GNL, AUROC of GNL's noise probabilities)."""
-    if name == "digits-cnn":
-        config = DemoConfig(seed=seed) if epochs is None else DemoConfig(seed=seed, epochs=epochs)
-        ce, gnl = (run_method(method, digits_task(0.4, seed), config) for method in ("ce", "gnl"))
-        return ce.accuracy, gnl.accuracy, gnl.auroc
-    d = LOADERS[name](seed)
-    clf = GNLClassifier(random_state=seed, epochs="auto" if epochs is None else epochs).fit(d.x, d.given)
-    auroc = float(roc_auc_score(d.given != d.clean, clf.noise_probability_))
-    _, q_test = cross_entropy(d, len(clf.history_), seed)
-    return float((q_test.argmax(1) == d.test_y).mean()), float(clf.score(d.test_x, d.test_y)), auroc
+def train_one(problem: Problem, plan: Plan, **keep: Any) -> tuple[Any, Any, list[Any]]:
+    """The network, the objective and the history of one run."""
+    net, objective = make_method(plan.method, problem.backbone, setting_of(problem, plan))
+    history = train(net, objective, Loader(problem.train, problem.batch, plan.seed), problem.config, problem.test)
+    return net, objective, history
+
+
+def carry_out(plan: Plan) -> dict[str, Any]:
+    """Train and test; a run that cannot be trained to its end is noted as failed."""
+    torch.set_num_threads(1)
+    problem = make_problem(plan.problem, plan.seed)
+    if plan.epochs is not None:
+        problem = problem._replace(config=replace(problem.config, epochs=plan.epochs, lr_warmup=0))
+    start = time.perf_counter()
+    try:
+        if plan.method == "cleanlab":
+            history, doubt_N = pruned_by_cleanlab(problem, plan.seed)
+        else:
+            net, objective, history = train_one(problem, plan)
+            losses = eval_losses(net, problem.train)
+            w_N = getattr(objective, "w_N", None)  # GNL's own; the loss of all others
+            doubt_N = ((losses if losses.dim() == 1 else losses.mean(0)) if w_N is None else w_N).numpy()
+    except InputError as error:
+        return {"failed": str(error)}
+    assert problem.train.clean is not None
+    wrong_N = (problem.train.labels != problem.train.clean).numpy()
+    return {
+        "last": 100 * (history[-1].test_accuracy or 0.0),
+        "best": 100 * (best(history).test_accuracy or 0.0),
+        "auroc": float(roc_auc_score(wrong_N, doubt_N[problem.train.ids.numpy()])),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def title(method: str) -> str:
+    return METHODS[method].title if method in METHODS else method
+
+
+def summary(problem: str, method: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and standard deviation over the seeds; nothing where one of them failed."""
+    failed = [row["failed"] for row in rows if "failed" in row]
+    shown: dict[str, Any] = {"problem": problem, "method": title(method), "seeds": len(rows)}
+    for name, column in (("last", "last epoch"), ("best", "best epoch"), ("auroc", "AUROC")):
+        digits = 3 if name == "auroc" else 1
+        values = [] if failed else [row[name] for row in rows]
+        shown[column] = round(float(np.mean(values)), digits) if values else "failed"
+        if name != "auroc":
+            shown[f"{column}, std"] = round(float(np.std(values)), digits) if values else "-"
+    return shown
+
+
+def pivot(rows: list[dict[str, Any]], column: str) -> str:
+    """A row a method, a column a problem."""
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells = {(row["method"], row["problem"]): row for row in rows}
+
+    def cell(method: str, problem: str) -> str:
+        row = cells[method, problem]
+        spread = row.get(f"{column}, std")
+        return str(row[column]) if spread is None or row[column] == "failed" else f"{row[column]} ± {spread}"
+
+    return text_table(["", *problems], [[method, *(cell(method, p) for p in problems)] for method in methods])
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """What the bars ask: GNL against the other methods of one network, and against cleanlab; what is not above CE."""
+    told = []
+    value = {(row["problem"], row["method"]): row for row in rows}
+    single = {title(name) for name in SINGLE} - {title("gnl"), title("gnl-xy")}
+    first, counted = 0, 0
+    for problem, kind in KINDS.items():
+        own = value.get((problem, title("gnl")), {}).get("last epoch")
+        others = [value[problem, name]["last epoch"] for name in single if (problem, name) in value]
+        others = [other for other in others if other != "failed"]
+        if not kind.counts or own in (None, "failed") or not others:
+            continue
+        counted += 1
+        first += own > max(others)
+        leader = max(
+            (name for name in single if value[problem, name]["last epoch"] in others),
+            key=lambda name: value[problem, name]["last epoch"],
+        )
+        told.append(f"{problem}: GNL {own}, the best other single network {leader} {max(others)}")
+    if counted:
+        told.append(f"GNL is first among single networks on {first} of {counted} problems with IDN or human noise")
+    worst = "CIFAR-10N worst, embeddings"
+    if (worst, "cleanlab") in value and (worst, title("gnl")) in value:
+        ours, theirs = value[worst, title("gnl")]["AUROC"], value[worst, "cleanlab"]["AUROC"]
+        told.append(f"AUROC of wrong labels on {worst}: GNL's w {ours}, cleanlab's score {theirs}")
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        ce = value.get((problem, title("ce")), {}).get("last epoch")
+        if ce is None:
+            continue
+        below = [
+            f"{row['method']} ({row['last epoch']})"
+            for row in rows
+            if row["problem"] == problem
+            and row["method"] != title("ce")
+            and (row["last epoch"] == "failed" or row["last epoch"] <= ce)
+        ]
+        if below:
+            told.append(f"{problem}, failing, not above CE ({ce}): {', '.join(below)}")
+    return told
 
 
 def main(config: Config) -> None:
-    rows: list[dict[str, Any]] = []
-    bar = tqdm([(name, seed) for name in config.data for seed in range(config.seeds)], unit="run")
-    values: dict[str, list[tuple[float, float, float]]] = {}
-    for name, seed in bar:
-        bar.set_description(f"{name} seed {seed}")
-        values.setdefault(name, []).append(measure(name, seed, config.epochs))
-    for name, found in values.items():
-        ce, gnl, auroc = np.array(found).T
-        rows.append(
-            {
-                "data": name,
-                "seeds": config.seeds,
-                "CE": round(100 * float(ce.mean()), 1),
-                "GNL": round(100 * float(gnl.mean()), 1),
-                "GNL std": round(100 * float(gnl.std()), 1),
-                "AUROC of w": round(float(auroc.mean()), 3),
-            }
-        )
-    show(rows, config.json)
+    problems = tuple(KINDS) if "all" in config.problems else config.problems
+    plans = [
+        Plan(problem, method, seed, config.epochs)
+        for seed in range(config.seeds)
+        for problem in problems
+        for method in config.methods
+    ]
+    found = dict(zip(plans, carried_out(plans, carry_out, config.found, config.jobs), strict=True))
+    rows = [
+        summary(problem, method, [found[Plan(problem, method, seed, config.epochs)] for seed in range(config.seeds)])
+        for problem in problems
+        for method in config.methods
+    ]
+    for column in ("last epoch", "best epoch", "AUROC"):
+        print(f"\n{column}\n{pivot(rows, column)}")
+    print()
+    show(rows, config.json, Chart("Test accuracy after the last epoch, %", "last epoch", ("method",), "problem"))
+    print("\n" + "\n".join(verdicts(rows)))
 
 
 if __name__ == "__main__":

@@ -115,11 +115,11 @@ class Bent(Samples):
 
     seed: int = 0
 
-    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None) -> Iterator[Tensor]:
+    def load(self, batches: Sequence[NDArray[np.int64]], epoch: int | None = None, view: int = 0) -> Iterator[Tensor]:
         for number, batch in enumerate(batches):
             x = self.rows(batch)
             yield (
-                x if epoch is None else bent(x, torch.Generator().manual_seed(hash((self.seed, epoch, number)) % 2**63))
+                x if epoch is None else bent(x, torch.Generator().manual_seed(hash((self.seed, epoch, number, view)) % 2**63))
             )
 
 

@@ -45,8 +45,8 @@ class Setting:
 class Method(nn.Module):
     """A loss with what ``fastgnl.trainer.train`` asks of one besides.
 
-    A method either is called with the network's logits (``forward``), or runs the network itself (``run(engine, batch)``,
-    see ``fastgnl.trainer.Runs``). Rows of one batch that are mixed or compared are rows of one rank.
+    A method is called with the network's logits (``forward``), or runs the network itself (``fastgnl.trainer.Runs``).
+    Rows of a batch that are mixed or compared are rows of one rank.
     """
 
     wants_momentum = None

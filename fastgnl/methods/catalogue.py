@@ -10,8 +10,8 @@ from torch import nn
 from fastgnl.errors import check_choice
 from fastgnl.methods.base import Setting
 from fastgnl.methods.causalnl import CausalNL
-from fastgnl.methods.coteaching import CoTeaching, JoCoR
 from fastgnl.methods.cores import Cores
+from fastgnl.methods.coteaching import CoTeaching, JoCoR
 from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.methods.dividemix import DivideMix
 from fastgnl.methods.elr import ELR
