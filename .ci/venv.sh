@@ -32,6 +32,7 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 pip install -c constraints.txt -e ".[dev]"
 pip install -c constraints.txt -e ".[nlp]" || echo "set-up: transformers did not install, going on without text encoders" >&2
+pip install -c constraints.txt -e ".[bench]" || echo "set-up: cleanlab did not install, going on without it in bench/accuracy.py" >&2
 pip install -c constraints.txt -e ".[deepspeed]" || echo "set-up: DeepSpeed did not install, going on with DDP only" >&2
 
 if ! have_headers && is_root_on_debian; then

@@ -42,10 +42,10 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
 def test_everything_imports_without_the_optional_packages(tmp_path):
     code = """
 import importlib, pkgutil, sys
-for name in ("ffcv", "deepspeed", "transformers", "tokenizers", "triton", "pytest", "torchvision", "timm"):
+for name in ("ffcv", "deepspeed", "transformers", "tokenizers", "triton", "pytest", "torchvision", "timm", "cleanlab"):
     sys.modules[name] = None  # importing it now raises ImportError
-import fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels
-for package in (fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels):
+import fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels, fastgnl.methods
+for package in (fastgnl, fastgnl.backbones, fastgnl.formats, fastgnl.kernels, fastgnl.methods):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if module.name.split(".")[-1] not in ("triton_kernels", "triton_step", "ahead", "ffcv_reader", "hf_trainer"):
             importlib.import_module(module.name)

@@ -75,7 +75,7 @@ def _volmin(backbones: list[Any], setting: Setting) -> Made:
 
 
 def _generative(method: Any) -> Callable[[list[Any], Setting], Made]:
-    return lambda backbones, setting: (GenerativePair(backbones, setting, method.likelihood), method(setting))
+    return lambda backbones, setting: (GenerativePair(backbones, setting), method(setting))
 
 
 METHODS: dict[str, Entry] = {

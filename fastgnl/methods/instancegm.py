@@ -1,0 +1,36 @@
+"""InstanceGM: Garg, Nguyen, Felix, Do, Carneiro, WACV 2023."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastgnl.engine import Engine
+from fastgnl.loader import Batch
+from fastgnl.methods.base import Setting, given_loss, terms_of
+from fastgnl.methods.dividemix import DivideMix, DivideMixOptions
+from fastgnl.methods.generative import ElboOptions, Generate, negative_elbo
+from fastgnl.terms import Terms
+
+
+@dataclass(frozen=True)
+class InstanceGMOptions(DivideMixOptions):
+    elbo: ElboOptions = ElboOptions()
+
+
+class InstanceGM(DivideMix):
+    """CausalNL's generative model in DivideMix's training: its loss, and the evidence bound of the rows as they are,
+    with a continuous Bernoulli for the reconstruction; in the warm-up too."""
+
+    def __init__(self, setting: Setting, options: InstanceGMOptions = InstanceGMOptions()) -> None:
+        super().__init__(setting, options)
+        self.elbo = options.elbo
+
+    def run(self, engine: Engine, net: Any, batch: Batch) -> Terms:
+        mixed = None if self.in_warmup else self.mixed(net, batch)
+        asked = Generate(None if mixed is None else mixed.x, batch.x)
+        made: Any = engine(asked, batch.index)  # type: ignore[arg-type]
+        bound = negative_elbo(made, batch.x, batch.labels, "continuous bernoulli", self.elbo)
+        if mixed is None:
+            terms = self.warmup_terms(made.z_raw, batch)
+            return terms._replace(loss=terms.loss + bound)
+        loss = self.mixmatch(made.z, mixed) + bound
+        return terms_of(loss, given_loss(made.z_raw, batch.labels), batch.labels, batch.clean)
