@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import show
+from common import Chart, show
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from fastgnl.cli import run_worker
 from fastgnl.errors import check
@@ -103,10 +104,9 @@ def main(config: Config) -> None:
     begin = time.perf_counter()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in config.launchers:
+        for name in tqdm(config.launchers, unit="launcher"):
             rows += measured(name, config, Path(folder))
-            print(f"{name} done after {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-    show(rows, config.json)
+    show(rows, config.json, Chart("A demo to its end, seconds", ("seconds", "killed, resumed"), ("launcher", "engine")))
     print(f"all of them: {(time.perf_counter() - begin) / 60:.1f} minutes")
 
 

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from common import show
+from common import Chart, show
+from tqdm import tqdm
 
 from fastgnl.cli import run_worker
 from fastgnl.convert import converted
@@ -134,13 +135,13 @@ def main(config: Config) -> None:
             print(shlex.join(command(name, method, config)[0]), flush=True)
     work = [(name, method) for name in config.data for method in config.methods]
     with ThreadPoolExecutor(config.jobs) as pool:
-        rows = list(pool.map(lambda item: measured(*item, config), work))
+        rows = list(tqdm(pool.map(lambda item: measured(*item, config), work), total=len(work), unit="run"))
     last = {(row["data"], row["method"]): row["last"] for row in rows}
     for row in rows:
         name = row["data"]
         both = row["method"] == "gnl" and (name, "ce") in last
         row["GNL - CE, last"] = round(last[name, "gnl"] - last[name, "ce"], 2) if both else ""
-    show(rows, config.json)
+    show(rows, config.json, Chart("Test accuracy after the last epoch, %", "last", ("data",), "method"))
 
 
 if __name__ == "__main__":

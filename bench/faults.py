@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import show
+from common import Chart, show
 from torch import Tensor, nn
 
 from fastgnl import GNLObjective, checkpoint, with_transition
@@ -185,8 +185,11 @@ def main(config: Config) -> None:
                 # One that never came is not one that was recovered from.
                 row["recovered"] += good and any(folder.glob(f"killed-{number}-*"))
     total = {"kill": "all", **{name: sum(row[name] for row in rows) for name in ("kills", "recovered")}}
-    show([*rows, total], config.json)
-    sys.exit(total["recovered"] != total["kills"])
+    failed = total["recovered"] != total["kills"]
+    # What failed must not take the place of rows that were kept before.
+    file = None if failed else config.json
+    show([*rows, total], file, Chart("Kills, and those recovered from", ("kills", "recovered"), ("kill",)))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

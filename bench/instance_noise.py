@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import show
+from common import Chart, show
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from fastgnl.beton import Beton
 from fastgnl.cli import run_worker
@@ -87,11 +88,11 @@ def from_file(config: Config, classes: int, labels: NDArray[np.int64], folder: P
 def main(config: Config) -> None:
     labels = {c: np.random.default_rng(0).integers(c, size=config.samples) for c in config.classes}
     with tempfile.TemporaryDirectory() as folder:
-        rows = [from_file(config, c, labels[c], Path(folder)) for c in config.classes]
+        rows = [from_file(config, c, labels[c], Path(folder)) for c in tqdm(config.classes, "from a file")]
     x = np.random.default_rng(1).random((config.samples, config.features), dtype=np.float32)
-    for c in config.classes:
+    for c in tqdm(config.classes, "from an array"):
         rows.append(measured("array", c, lambda c=c: (instance_dependent(x, labels[c], 0.4, 0, c).labels, labels[c])))  # type: ignore[misc]
-    show(rows, config.json)
+    show(rows, config.json, Chart("Seconds to make instance-dependent noise", "seconds", ("classes",), "from"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ bandwidth, or its instructions at the rate they can be issued, whichever is more
 """
 
 import os
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported: its interpret
 import emulator
 import torch
 from baselines import cap_of
-from common import show
+from common import Chart, show
+from tqdm import tqdm
 
 from fastgnl import GNLObjective
 from fastgnl.cli import run_worker
@@ -188,19 +188,17 @@ def traffic_row(shape: Shape, given: bool) -> dict[str, Any]:
 def main(config: Config) -> None:
     variants = [(shape, given) for shape in config.shapes for given in (False, True)]
     resources = []
-    for shape, given in variants:
-        print(f"compiling {shape}, D {'given' if given else 'live'}", file=sys.stderr, flush=True)
+    for shape, given in tqdm(variants, "compiling", unit="step"):
         resources += resource_rows(shape, given)
-    show(resources, None)
-    print()
     if emulator.folder() is None:
+        show(resources, None)
         print("ptxrun is not here: no traffic is counted and no time predicted. Set PTXRUN to its folder.")
         return
     rows = []
-    for shape, given in variants:
-        print(f"running {shape}, D {'given' if given else 'live'}", file=sys.stderr, flush=True)
+    for shape, given in tqdm(variants, "emulating", unit="step"):
         rows.append(traffic_row(shape, given))
-    show(rows, config.json)
+    chart = Chart("Predicted time of a step, microseconds", ("A100 us", "H100 us"), ("B", "C", "D"), log=True)
+    show(rows, config.json, chart, {"Resources": resources})
 
 
 if __name__ == "__main__":

@@ -15,27 +15,26 @@ eager PyTorch many times a step, and the ratios would measure the kernel's memor
 import ctypes
 import gc
 import itertools
-import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import baselines
 import torch
+from common import Chart, show
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
 
 from fastgnl import GNLObjective
 from fastgnl.cli import run_worker
 from fastgnl.errors import check_count
-from fastgnl.files import check_writable, written
-from fastgnl.report import text_table
+from fastgnl.files import check_writable
 
 CPU = "cpu"
 """The backend timed on the CPU."""
@@ -52,8 +51,6 @@ BARS: dict[str, dict[Shape, float]] = {
     "compile": {(1024, 1000): 4},
 }
 """The ratios wanted."""
-KEPT = ("eager", "compile", "loop", "floor")
-"""What goes into the JSON file."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,6 @@ def keep_heap() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most it takes
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # The work that is timed.
@@ -225,13 +218,11 @@ def compare(shape: Shape, backend: str, rounds: int) -> list[Row]:
     batch = make_batch(*shape, device)
     fused = fused_step(batch, backend)
     rows = []
-    for against, work in rivals(batch).items():
+    for against, work in tqdm(rivals(batch).items(), f"{shape} {backend}", unit="rival"):
         ours, theirs = take_turns([fused, work], rounds, clock)
         pairs = [b / a for a, b in zip(ours, theirs, strict=True)]
         low, _, high = statistics.quantiles(pairs, n=4)
-        row = Row(shape, backend, against, statistics.median(ours), statistics.median(theirs), low, high)
-        say(f"{shape} {backend} against {against}: {1e3 * row.fused:.3f} and {1e3 * row.baseline:.3f} ms")
-        rows.append(row)
+        rows.append(Row(shape, backend, against, statistics.median(ours), statistics.median(theirs), low, high))
     torch.set_default_device(None)
     fastest = min((row for row in rows if row.against in ("closed form", "autograd")), key=lambda row: row.baseline)
     return [row._replace(against="eager") if row is fastest else row for row in rows]
@@ -302,7 +293,7 @@ def resident_peak(batch: Batch, step: Work) -> int | None:
     return status_bytes("VmHWM") - before
 
 
-def memory_lines(shape: Shape) -> list[list[str]]:
+def memory_rows(shape: Shape) -> list[dict[str, Any]]:
     """Peak extra memory of a step, gradients included: fused, eager, their ratio, the bar."""
     batch = make_batch(*shape, "cpu")
     steps = {
@@ -310,63 +301,51 @@ def memory_lines(shape: Shape) -> list[list[str]]:
         "eager": baseline_step(batch, baselines.eager),
         "autograd": baseline_step(batch, baselines.autograd),
     }
-    lines = []
+    rows = []
     for how, measure in (("tensors", tensor_peak), ("resident", resident_peak)):
         peaks = {name: measure(batch, step) for name, step in steps.items()}
-        if None in peaks.values():
-            continue
         for against in ("eager", "autograd"):
-            ratio = peaks[against] / max(peaks["fused"], 1)
-            bar = [f"{MEMORY_BAR:g}", "yes" if ratio >= MEMORY_BAR else "NO"] if against == "eager" else ["", ""]
-            megabytes = [f"{peaks[name] / 2**20:.2f}" for name in ("fused", against)]
-            lines.append([how, against, *megabytes, f"{ratio:.1f}", *bar])
-    return lines
+            ours, theirs = peaks["fused"] or 0, peaks[against] or 0
+            measured = min(ours, theirs) > 0  # else there is no ratio
+            megabytes = (
+                {"fused MB": round(ours / 2**20, 2), "baseline MB": round(theirs / 2**20, 2)} if measured else {}
+            )
+            bar = MEMORY_BAR if against == "eager" else None
+            ratio = judged(theirs / ours, bar) if measured else {}
+            rows.append({"peak extra memory": how, "against": against, **megabytes, **ratio})
+    return rows
 
 
 # What is shown.
 
 
-def line(row: Row) -> list[str]:
-    bar = BARS.get(row.against, {}).get(row.shape)
-    met = "" if bar is None else ("yes" if row.ratio >= bar else "NO")
-    return [
-        f"{row.shape[0]} x {row.shape[1]}",
-        row.backend,
-        row.against,
-        f"{1e3 * row.fused:.3f}",
-        f"{1e3 * row.baseline:.3f}",
-        f"{row.ratio:.2f}",
-        f"{row.low:.2f} to {row.high:.2f}",
-        "" if bar is None else f"{bar:g}",
-        met,
-    ]
+def judged(ratio: float, bar: float | None) -> dict[str, Any]:
+    met = "" if bar is None else ("yes" if ratio >= bar else "NO")
+    return {"ratio": round(ratio, 3), "bar": "" if bar is None else bar, "met": met}
 
 
-def kept(row: Row) -> dict[str, object]:
+def shown(row: Row) -> dict[str, Any]:
     B, C = row.shape
-    return {"B": B, "C": C, "backend": row.backend, "against": row.against, "ratio": round(row.ratio, 3)}
+    return {
+        "B": B,
+        "C": C,
+        "backend": row.backend,
+        "against": row.against,
+        "fused ms": round(1e3 * row.fused, 3),
+        "baseline ms": round(1e3 * row.baseline, 3),
+        **judged(row.ratio, BARS.get(row.against, {}).get(row.shape)),
+        "quartiles": f"{row.low:.2f} to {row.high:.2f}",
+    }
 
 
-def show_ratios(rows: list[Row], json_file: Path | None) -> None:
-    header = ["shape", "backend", "against", "fused ms", "baseline ms", "ratio", "quartiles", "bar", "met"]
-    print(text_table(header, [line(row) for row in rows]))
-    print(
-        "ratio: baseline time / fused time; of the floor, the share of it reached. eager: the faster of the two ways."
-    )
-    if json_file is not None:
-        with written(json_file) as file:
-            json.dump([kept(row) for row in rows if row.against in KEPT], file, indent=1)
-
-
-def show_threads(shapes: tuple[Shape, ...], rounds: int) -> None:
+def thread_rows(shapes: tuple[Shape, ...], rounds: int) -> list[dict[str, Any]]:
     cores = os.cpu_count() or 1
-    lines = []
-    for shape in shapes:
-        one, all_cores = thread_scaling(shape, rounds)
-        say(f"{shape} on {cores} threads: {1e3 * all_cores:.3f} ms")
-        name = f"{shape[0]} x {shape[1]}"
-        lines.append([name, f"{1e3 * one:.3f}", f"{1e3 * all_cores:.3f}", f"{one / all_cores:.2f}"])
-    print("\n" + text_table(["fused step", "1 thread ms", f"{cores} threads ms", "times faster"], lines))
+    rows = []
+    for B, C in tqdm(shapes, f"{cores} threads", unit="shape"):
+        one, all_cores = thread_scaling((B, C), rounds)
+        row = {"fused step": f"{B} x {C}", "1 thread ms": round(1e3 * one, 3)}
+        rows.append(row | {f"{cores} threads ms": round(1e3 * all_cores, 3), "times faster": round(one / all_cores, 2)})
+    return rows
 
 
 def main(config: Config) -> None:
@@ -377,15 +356,15 @@ def main(config: Config) -> None:
     torch.set_num_threads(1)
     backends = [CPU, "triton"] if torch.cuda.is_available() else [CPU]
     rows = [row for backend in backends for shape in config.shapes for row in compare(shape, backend, config.rounds)]
-    show_ratios(rows, config.json)
+    more = {}
     if config.threads:
-        show_threads(config.shapes, config.rounds)
+        more["On all cores"] = thread_rows(config.shapes, config.rounds)
     if config.memory:
-        header = ["peak extra memory", "against", "fused MB", "baseline MB", "ratio", "bar", "met"]
-        print(f"\nOf a step of {MEMORY_SHAPE}, its gradients included:")
-        print(text_table(header, memory_lines(MEMORY_SHAPE)))
+        more[f"Memory of a step of {MEMORY_SHAPE}, its gradients included"] = memory_rows(MEMORY_SHAPE)
+    title = "Time of a step, fused = 1; of the floor, the share of it reached"
+    show([shown(row) for row in rows], config.json, Chart(title, "ratio", ("B", "C"), "against", log=True), more)
     print(
-        f"\n{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+        "ratio: baseline time / fused time; of the floor, the share of it reached. eager: the faster of the two ways."
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from common import show
+from common import Chart, show
 from tqdm import tqdm
 
 from fastgnl import GNLObjective, with_transition
@@ -161,7 +161,7 @@ def sized(config: Config, name: str) -> Size:
 def memory(config: Config) -> list[dict[str, Any]]:
     """A row for each data set, each made by processes of its own."""
     rows = []
-    for name in config.data:
+    for name in tqdm(config.data, unit="data set"):
         size = sized(config, name)
         options = {"data": name, "samples": size.samples, "top-k": size.top_k, "ranks": config.ranks}
         options |= {"batch-size": config.batch_size, "steps": config.steps}
@@ -231,7 +231,11 @@ def main(config: Config) -> None:
     if config.worker is not None:
         work(config, sized(config, config.data[0]), config.worker)
         return
-    show(accuracy(config) if config.accuracy else memory(config), config.json)
+    if config.accuracy:
+        show(accuracy(config), config.json, Chart("Test accuracy, %", "accuracy", ("data", "table")))
+    else:
+        values = ("peak, GB", "dense float32, GB")
+        show(memory(config), config.json, Chart("Memory of the label state, GB", values, ("data",), log=True))
 
 
 if __name__ == "__main__":

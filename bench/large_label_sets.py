@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from common import show
+from common import Chart, show
 from numpy.typing import NDArray
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from fastgnl import GNLObjective, with_transition
 from fastgnl.cli import run_worker
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.errors import check_choice, check_count
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.named import features, named
 from fastgnl.networks import MLP, SmallCNN
 from fastgnl.noise import instance_dependent, symmetric
@@ -119,7 +119,9 @@ class Bent(Samples):
         for number, batch in enumerate(batches):
             x = self.rows(batch)
             yield (
-                x if epoch is None else bent(x, torch.Generator().manual_seed(hash((self.seed, epoch, number, view)) % 2**63))
+                x
+                if epoch is None
+                else bent(x, torch.Generator().manual_seed(hash((self.seed, epoch, number, view)) % 2**63))
             )
 
 
@@ -258,7 +260,8 @@ def main(config: Config) -> None:
                 "skipped": sum(row["skipped"] for row in each),
             }
         )
-    show(rows, config.json)
+    label = ("data", "setting", "batch", "warm-up")
+    show(rows, config.json, Chart("Test accuracy after the last epoch, %", "last epoch", label))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import show
+from common import Chart, show
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from fastgnl import GNLObjective, with_transition
 from fastgnl.augment import CIFAR_MEAN, CIFAR_STD, IMAGENET_MEAN, IMAGENET_STD, RATIO, SCALE, Augment
@@ -117,10 +118,10 @@ def jpeg256(count: int) -> Listing:
     return Listing("256-pixel JPEGs", "image", made.classes, made.labels, made.clean, made.names, read)
 
 
-def images_per_second(epoch: Callable[[int], Iterable[int]], epochs: int) -> float:
+def images_per_second(name: str, epoch: Callable[[int], Iterable[int]], epochs: int) -> float:
     """Median over epochs, after one that warms up; ``epoch`` yields the rows of each batch."""
     rates = []
-    for number in range(epochs + 1):
+    for number in tqdm(range(epochs + 1), name, unit="epoch"):
         start = time.perf_counter()
         rows = sum(epoch(number))
         rates.append(rows / (time.perf_counter() - start))
@@ -140,10 +141,12 @@ def measure(name: Name, config: Config, folder: Path) -> list[tuple[str, float]]
     listing, augment, storage = data(name, config)
     beton = folder / f"{name}.beton"
     convert(listing, beton, storage, quiet=True)
-    found = [("dataloader", images_per_second(dataloader(PILDataset(listing, augment), config), config.epochs))]
+    batches = dataloader(PILDataset(listing, augment), config)
+    found = [("dataloader", images_per_second(f"{name} dataloader", batches, config.epochs))]
     for reader in readers():
         source = ImageFile(beton, augment, reader=reader, workers=config.workers)  # type: ignore[arg-type]
-        found.append((reader, images_per_second(fastgnl_loader(source, config), config.epochs)))
+        batches = fastgnl_loader(source, config)
+        found.append((reader, images_per_second(f"{name} {reader}", batches, config.epochs)))
     if name == "digits":
         found.append(("demo network", consumption(source)))
     return found
@@ -186,7 +189,7 @@ def main(config: Config) -> None:
                 }
                 for loader, rate in found
             ]
-    show(rows, config.json)
+    show(rows, config.json, Chart("Images a second", "images_per_second", ("data",), "loader", log=True))
     rates = {row["loader"]: row["images_per_second"] for row in rows if row["data"] == "digits"}
     if rates:
         for reader in readers():

@@ -15,12 +15,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from common import show
+from common import Chart, show
+from tqdm import tqdm
 
 from fastgnl import GNLObjective, with_transition
 from fastgnl.cli import run_worker
 from fastgnl.distributed import process_group, rank, world_size
-from fastgnl.errors import check_count
+from fastgnl.errors import check, check_count
 from fastgnl.loader import Loader
 from fastgnl.networks import SmallCNN
 from fastgnl.optimise import TrainConfig
@@ -87,7 +88,8 @@ def measure(config: Config, processes: int, batch: int, engine: str) -> float:
         options = {"worker": out, "engines": engine, "batch": batch, "steps": config.steps, "epochs": config.epochs}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *launch, __file__, *words], env=env, check=True, stderr=subprocess.DEVNULL)
+        done = subprocess.run([sys.executable, *launch, __file__, *words], env=env, stderr=subprocess.PIPE, text=True)
+        check(done.returncode == 0, f"a run failed, wanted it to end well: {done.stderr[-2000:]}")
         return float(np.median(json.loads(out.read_text())))
 
 
@@ -99,9 +101,10 @@ def main(config: Config) -> None:
     for engine in config.engines:
         sides = ((1, config.batch), (1, config.batch // config.processes), (config.processes, config.batch))
         found = np.empty((0, len(sides)))
-        for _ in range(config.rounds):
+        bar = tqdm(range(config.rounds), engine, unit="round")
+        for _ in bar:
             found = np.vstack([found, [measure(config, count, batch, engine) for count, batch in sides]])
-            print(f"{engine}: {', '.join(f'{rate:.0f}' for rate in found[-1])} images a second", file=sys.stderr)
+            bar.set_postfix_str(f"{', '.join(f'{rate:.0f}' for rate in found[-1])} images a second")
         same, equal_rows = np.sort(found[:, 2] / found[:, 0]), np.sort(found[:, 2] / found[:, 1])
         rows.append(
             {
@@ -116,7 +119,8 @@ def main(config: Config) -> None:
                 "ratio, equal rows each": round(float(np.median(equal_rows)), 2),
             }
         )
-    show(rows, config.json)
+    values = ("one, images/s", "one, its share of the rows", "all, images/s")
+    show(rows, config.json, Chart("Images a second of one process and of all", values, ("engine",)))
 
 
 if __name__ == "__main__":

@@ -182,8 +182,8 @@ def reconstruction_loss(x_hat: Tensor, x: Tensor, likelihood: Likelihood) -> Ten
 
 
 def negative_elbo(made: Generated, x: Tensor, labels: Tensor, likelihood: Likelihood, options: ElboOptions) -> Tensor:
-    """-E[log p(x | y, z)] - E[log p(given | x, y)] + KL(q(y | x) || uniform) + KL(q(z | x, y) || N(0, 1)), weighted, the
-    sum of both networks."""
+    """-E[log p(x | y, z)] - E[log p(given | x, y)] + KL(q(y | x) || uniform) + KL(q(z | x, y) || N(0, 1)), weighted;
+    the sum of both networks."""
     l = torch.log_softmax(made.z_raw.float(), -1)
     uniform = (l.exp() * l).sum(-1).mean() + math.log(l.shape[-1])
     latent = 0.5 * (made.mean.square() + made.log_var.exp() - made.log_var - 1).sum(-1).mean()
