@@ -14,11 +14,11 @@ import torch
 
 from fastgnl import report
 from fastgnl.comparison import HEADER, NAMES, Result, result_of, table_rows, write_report
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import on_first_rank, process_group, rank
 from fastgnl.errors import check_choice, check_count, check_range, check_seed
 from fastgnl.files import check_writable
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.objective import GNLObjective
 from fastgnl.optimise import TrainConfig
 from fastgnl.progress import Progress

@@ -19,11 +19,11 @@ from fastgnl import report
 from fastgnl.beton import Beton
 from fastgnl.comparison import HEADER, NAMES, Result, result_of, table_rows, write_report
 from fastgnl.config import GNLOptions
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import on_first_rank, rank
 from fastgnl.errors import InputError, check, check_choice, check_count, check_range, check_seed
 from fastgnl.files import written
 from fastgnl.loader import Loader, Order, Source
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.model import save_model
 from fastgnl.noise_file import NoiseConfig, load_noise, make_noise
 from fastgnl.objective import GNLObjective

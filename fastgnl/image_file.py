@@ -96,6 +96,8 @@ class ImageFile(FileSource):
         views but the first come from the built-in reader: FFCV's threads read one file at a time."""
         if not batches:
             return iter(())
-        windows = self.augment.windows(self.beton.ids.copy(), self.heights, self.widths, self.output, self.seed, epoch, view)
+        windows = self.augment.windows(
+            self.beton.ids.copy(), self.heights, self.widths, self.output, self.seed, epoch, view
+        )
         reader = self.reader if view == 0 else BuiltinReader(self.beton, self.augment, self.output, self.workers)
         return reader.read(batches, windows)

@@ -150,9 +150,7 @@ class Loader:
             yield _batch(self.source, rows, x, size, tuple(others))
 
 
-def _batch(
-    source: Source, rows: NDArray[np.int64], x: Tensor, size: int, others: tuple[Tensor, ...] = ()
-) -> Batch:
+def _batch(source: Source, rows: NDArray[np.int64], x: Tensor, size: int, others: tuple[Tensor, ...] = ()) -> Batch:
     index = torch.from_numpy(rows)
     clean = None if source.clean is None else source.clean[index]
     return Batch(x, source.labels[index], source.ids[index], clean, size, others)

@@ -118,9 +118,7 @@ class PairNet(nn.Module):
         self.nets = nn.ModuleList([first, second])
         self.num_classes = first.num_classes
 
-    def forward(
-        self, x: Tensor | tuple[Tensor, Tensor], index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor | tuple[Tensor, Tensor], index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Two inputs are for a network each."""
         inputs = x if isinstance(x, tuple) else (x, x)
         if inputs[0].is_cuda:
@@ -129,9 +127,7 @@ class PairNet(nn.Module):
             (z0, t0), (z1, t1) = (net(own, index) for net, own in zip(self.nets, inputs, strict=True))
         return torch.stack([z0, z1]), None if t0 is None or t1 is None else torch.stack([t0, t1])
 
-    def _on_streams(
-        self, inputs: tuple[Tensor, Tensor], index: Tensor | None
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    def _on_streams(self, inputs: tuple[Tensor, Tensor], index: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
         device = inputs[1].device
         own, other = torch.cuda.current_stream(device), _second_stream(device)
         other.wait_stream(own)  # before the first begins, for which it need not wait

@@ -24,6 +24,14 @@ def run(folder, script, *args, **env):
             ("--problems", "digits IDN 40%", "--methods", "ce", "gnl", "--seeds", 1, "--epochs", 2),
             {"problem", "method", "last epoch"},
         ),
+        (
+            "training_time.py",
+            (
+                *("--backbones", "small-cnn", "--small-steps", 1, "--batch", 16),
+                *("--rounds", 1, "--slow-rounds", 1, "--threads", 1),
+            ),
+            {"backbone", "method", "ratio_to_ce", "paper_ratio"},
+        ),
         ("noise_filter.py", ("--samples", 2000, "--repeats", 1), {"samples", "ratio"}),
         ("instance_noise.py", ("--samples", 200, "--features", 20), {"classes", "seconds"}),
         ("kernels.py", ("--shapes", 2, 10001, "--no-threads", "--no-memory"), {"backend", "against", "ratio"}),

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.errors import InputError
 from fastgnl.evaluate import accuracy, predict_proba, scores
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.optimise import TrainConfig
 from fastgnl.run import RunConfig
 from fastgnl.samples import Samples

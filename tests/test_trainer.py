@@ -8,11 +8,11 @@ import torch
 from scipy.sparse import csr_array
 
 from fastgnl import GNLObjective, GNLPair, with_transition
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.demo import DemoConfig, run_method
 from fastgnl.errors import InputError
 from fastgnl.evaluate import accuracy
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.networks import MLP
 from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgnl import GNLObjective, with_transition
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import process_group, rank, sum_over_ranks, world_size
 from fastgnl.errors import InputError
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.networks import SmallCNN
 from fastgnl.optimise import TrainConfig
 from fastgnl.run import RunConfig

@@ -10,7 +10,6 @@ from torch import nn
 from fastgnl import GNLObjective, GNLPair, with_transition
 from fastgnl.augment import Augment
 from fastgnl.convert import converted
-from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.distributed import (
     is_distributed,
     on_first_rank,
@@ -24,6 +23,7 @@ from fastgnl.evaluate import eval_losses, predict_proba
 from fastgnl.formats.embedded import Digits
 from fastgnl.image_file import ImageFile
 from fastgnl.loader import Loader
+from fastgnl.methods.cross_entropy import CrossEntropy
 from fastgnl.optimise import TrainConfig
 from fastgnl.samples import Samples
 from fastgnl.trainer import train

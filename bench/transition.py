@@ -1,0 +1,160 @@
+"""How well the class-level transition matrix is estimated: the paper's Fig. "transition".
+
+python bench/transition.py                                      # digits, IDN 20% and 40%, three seeds
+FASTGNL_DATA=... python bench/transition.py --data digits newsgroups20 --json bench/results/transition.json
+
+MSE = mean over a, b of (T^[a, b] - T[a, b])^2, times 100; T[a, b] = p(given = b | true = a) is the true one. Beside a
+method's own matrix stands what can be counted of its predictions: the share of each given label among the training
+samples predicted as a.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from ablations import Data, lengths, noisy_task
+from common import Chart, show
+from noted import carried_out
+from numpy.typing import NDArray
+
+from fastgnl.cli import run_worker
+from fastgnl.errors import InputError, check_count, check_range
+from fastgnl.evaluate import predict_proba
+from fastgnl.loader import Loader
+from fastgnl.methods.base import Setting
+from fastgnl.methods.catalogue import METHODS, make_method
+from fastgnl.optimise import TrainConfig
+from fastgnl.task import Task, observed
+from fastgnl.trainer import train
+from fastgnl.transition import class_transition
+
+Name = Literal["gnl", "gnl-xy", "gnl-pair", "forward", "volminnet", "causalnl", "instancegm", "ce"]
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Error of the transition matrix and test accuracy after the last epoch."""
+
+    data: tuple[Data, ...] = ("digits",)
+    """digits (small CNN, 40 epochs) and newsgroups20 (MiniLM embeddings, one hidden layer, 20 epochs)."""
+    methods: tuple[Name, ...] = ("gnl", "forward", "volminnet", "causalnl")
+    """Cross-entropy has no matrix but that of its predictions."""
+    rates: tuple[float, ...] = (0.2, 0.4)
+    """Of instance-dependent noise."""
+    seeds: int = 3
+    """Runs of each, with seeds 0, 1, ..."""
+    epochs: int | None = None
+    """Epochs of every run, in place of each data set's own; a quarter of them at most is warm-up."""
+    jobs: int = 2
+    """Runs at a time, a thread each."""
+    found: Path = Path("bench/results/transition.jsonl")
+    """Where each run is noted; what is there already is not run again."""
+    json: Path | None = None
+    """Write the rows here too, with a table and a picture beside it."""
+
+    def __post_init__(self) -> None:
+        check_count("seeds", self.seeds, 1)
+        check_count("jobs", self.jobs, 1)
+        if self.epochs is not None:
+            check_count("epochs", self.epochs, 1)
+        for rate in self.rates:
+            check_range("rates", rate, 0.01, 0.9)
+
+
+class Plan(NamedTuple):
+    """One run."""
+
+    data: str
+    method: str
+    rate: float
+    seed: int
+    epochs: int
+
+
+def estimated(name: str, net: Any, objective: Any, task: Task) -> Matrix | None:
+    """T^ of a method, [C, C]; the mean of T^(x) over the samples predicted as a where it depends on x."""
+    if name == "ce":
+        return None
+    if name == "identity":
+        return np.eye(len(task.classes))
+    if name == "forward":
+        return objective.T.double().numpy()
+    if name == "volminnet":
+        return net.matrix().detach().double().numpy()
+    return class_transition(net, task.train).numpy()
+
+
+def counted(net: Any, task: Task) -> Matrix:
+    """The share of each given label among the training samples predicted as a."""
+    predicted_N = predict_proba(net, task.train).argmax(1).numpy()
+    return observed(task.train.labels.numpy(), predicted_N, len(task.classes))
+
+
+def squared_error(found: Matrix | None, task: Task) -> float | None:
+    """MSE x 100."""
+    return None if found is None else 100 * float(((found - task.transition) ** 2).mean())
+
+
+def carry_out(plan: Plan) -> dict[str, Any]:
+    """Train, and compare the matrix; a run that cannot be trained to its end is noted as failed."""
+    torch.set_num_threads(1)
+    task = noisy_task(plan.data, plan.rate, plan.seed)
+    if plan.method == "identity":
+        return {"mse": squared_error(estimated("identity", None, None, task), task), "counted": None, "last": None}
+    assert task.train.clean is not None
+    setting = Setting(
+        len(task.train.labels),
+        len(task.classes),
+        plan.epochs,
+        lengths(plan.data, plan.epochs)[1],
+        float((task.train.labels != task.train.clean).double().mean()),
+        plan.seed,
+        shape=tuple(next(task.train.load([np.arange(1)])).shape[1:]),
+    )
+    net, objective = make_method(plan.method, task.backbone, setting)
+    how = TrainConfig(epochs=plan.epochs, lr_warmup=0)
+    try:
+        history = train(net, objective, Loader(task.train, 128, plan.seed), how, task.test)
+    except InputError as error:
+        return {"failed": str(error)}
+    return {
+        "mse": squared_error(estimated(plan.method, net, objective, task), task),
+        "counted": squared_error(counted(net, task), task),
+        "last": 100 * (history[-1].test_accuracy or 0.0),
+    }
+
+
+def summary(data: str, method: str, rate: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and standard deviation over the seeds; "failed" where one of them did."""
+    title = METHODS[method].title if method in METHODS else "identity (no estimate)"
+    row: dict[str, Any] = {"data": data, "rate": rate, "method": title, "seeds": len(runs)}
+    failed = sum("failed" in run for run in runs)
+    columns = (("mse", "MSE x100", 3), ("counted", "MSE x100, counted", 3), ("last", "accuracy", 1))
+    for name, column, digits in columns:
+        values = [run.get(name) for run in runs]
+        known = not failed and None not in values
+        row[column] = round(float(np.mean(values)), digits) if known else f"failed {failed}" if failed else None
+        row[f"{column}, std"] = round(float(np.std(values)), digits) if known else None
+    return row
+
+
+def main(config: Config) -> None:
+    plans = [
+        Plan(data, method, rate, seed, lengths(data, config.epochs)[0])
+        for data in config.data
+        for rate in config.rates
+        for method in ("identity", *config.methods)
+        for seed in range(config.seeds)
+    ]
+    runs: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for run in carried_out(plans, carry_out, config.found, config.jobs):
+        runs.setdefault((run["data"], run["method"], run["rate"]), []).append(run)
+    chart = Chart("Error of the transition matrix, MSE x100", "MSE x100", ("data", "method"), "rate")
+    show([summary(*key, each) for key, each in runs.items()], config.json, chart)
+
+
+if __name__ == "__main__":
+    run_worker(Config, main)
