@@ -88,7 +88,7 @@ def setting_of(problem: Problem, plan: Plan) -> Setting:
     )
 
 
-def train_one(problem: Problem, plan: Plan, **keep: Any) -> tuple[Any, Any, list[Any]]:
+def train_one(problem: Problem, plan: Plan) -> tuple[Any, Any, list[Any]]:
     """The network, the objective and the history of one run."""
     net, objective = make_method(plan.method, problem.backbone, setting_of(problem, plan))
     history = train(net, objective, Loader(problem.train, problem.batch, plan.seed), problem.config, problem.test)
@@ -161,17 +161,14 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     first, counted = 0, 0
     for problem, kind in KINDS.items():
         own = value.get((problem, title("gnl")), {}).get("last epoch")
-        others = [value[problem, name]["last epoch"] for name in single if (problem, name) in value]
-        others = [other for other in others if other != "failed"]
+        reached = {name: value[problem, name]["last epoch"] for name in single if (problem, name) in value}
+        others = {name: last for name, last in reached.items() if last != "failed"}
         if not kind.counts or own in (None, "failed") or not others:
             continue
+        leader = max(others, key=others.__getitem__)
         counted += 1
-        first += own > max(others)
-        leader = max(
-            (name for name in single if value[problem, name]["last epoch"] in others),
-            key=lambda name: value[problem, name]["last epoch"],
-        )
-        told.append(f"{problem}: GNL {own}, the best other single network {leader} {max(others)}")
+        first += own > others[leader]
+        told.append(f"{problem}: GNL {own}, the best other single network {leader} {others[leader]}")
     if counted:
         told.append(f"GNL is first among single networks on {first} of {counted} problems with IDN or human noise")
     worst = "CIFAR-10N worst, embeddings"
