@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastgnl import GNLObjective
+
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
-
-import theory
-from ablations import FULL, ROWS, VARIANTS, Outcome, disagreements, line, outcome
-
-from fastgnl import GNLObjective
+try:
+    import theory
+    from ablations import FULL, ROWS, VARIANTS, Outcome, disagreements, line, outcome
+finally:
+    sys.path.pop(0)
 
 
 def run(script, *args):

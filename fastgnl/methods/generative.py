@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastgnl.errors import check
 from fastgnl.methods.base import Setting
 from fastgnl.transition import PairNet, TransitionNet
 
@@ -124,6 +125,10 @@ class GenerativePair(PairNet):
             for network, part in enumerate(backbones)
         )
         super().__init__(first, second)
+        check(
+            len(setting.shape) in (1, 3),
+            f"shape is {setting.shape}, wanted that of the inputs which are reconstructed: (C, H, W) or (F,)",
+        )
         self.vaes = nn.ModuleList(VAE(setting.shape, setting.num_classes) for _ in backbones)
 
     def forward(self, x: Any, index: Tensor | None = None) -> Any:
@@ -168,13 +173,14 @@ def log_normaliser(rate: Tensor) -> Tensor:
     gap = 1 - 2 * rate
     away = torch.where(gap.abs() > HALF, gap, torch.full_like(gap, 0.5))
     exact = (2 * torch.atanh(away) / away).log()
-    series = math.log(2) + gap.square() / 3 + 7 * gap.square().square() / 90
+    series = math.log(2) + gap.square() / 3 + 13 * gap.square().square() / 90
     return torch.where(gap.abs() > HALF, exact, series)
 
 
 def reconstruction_loss(x_hat: Tensor, x: Tensor, likelihood: Likelihood) -> Tensor:
     """-log p(x | y, z) but for constants, a mean over all numbers. The continuous Bernoulli is one of sigmoid(x), which
     puts normalised inputs between 0 and 1."""
+    x_hat, x = x_hat.float(), x.float()  # 1 - LEAST is 1 in half precision, whose log(1 - rate) is infinite
     if likelihood == "gaussian":
         return (x_hat - x).square().mean()
     rate, target = x_hat.sigmoid().clamp(LEAST, 1 - LEAST), x.sigmoid()
@@ -186,7 +192,8 @@ def negative_elbo(made: Generated, x: Tensor, labels: Tensor, likelihood: Likeli
     the sum of both networks."""
     l = torch.log_softmax(made.z_raw.float(), -1)
     uniform = (l.exp() * l).sum(-1).mean() + math.log(l.shape[-1])
-    latent = 0.5 * (made.mean.square() + made.log_var.exp() - made.log_var - 1).sum(-1).mean()
+    mean, log_var = made.mean.float(), made.log_var.float()
+    latent = 0.5 * (mean.square() + log_var.exp() - log_var - 1).sum(-1).mean()
     given = nn.functional.cross_entropy(made.t.flatten(0, 1), labels.repeat(2))
     rebuilt = reconstruction_loss(made.x_hat, x.expand_as(made.x_hat), likelihood)
     return 2 * (
