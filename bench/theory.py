@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fastgnl.cli import run_worker
 from fastgnl.errors import check_count, check_seed
 from fastgnl.files import written
-from fastgnl.report import QUIET, axes, line, run_colour, svg
+from fastgnl.report import axes, run_colour, svg
 
 TOLERANCE = 1e-9
 Array = NDArray[np.float64]
@@ -382,15 +382,15 @@ def plot(seed: int, samples: int = 4000) -> str:
     shares = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
     sizes = np.arange(1, C)
     for i, p_k in enumerate(shares):
-        line(left, sizes, [formula(p_k, K) for K in sizes], run_colour(i), f"{p_k:g}")
+        left.plot(sizes, [formula(p_k, K) for K in sizes], color=run_colour(i), label=f"p_k = {p_k:g}")
         drawn = [sampled(g, C, int(K), p_k, samples) for K in sizes]
         left.scatter(sizes, drawn, color=run_colour(i), s=10)
-        line(right, sizes, [0.5 + (2 * p_k - 1) / (2 * K) for K in sizes], run_colour(i), f"{p_k:g}")
+        right.plot(sizes, [0.5 + (2 * p_k - 1) / (2 * K) for K in sizes], color=run_colour(i))
     left.set_title("E|y - partial label|² for each p_k; points: sampled", fontsize=10, loc="left")
     right.set_title("partial labels are better than hard ones below this p_c", fontsize=10, loc="left")
     for ax in (left, right):
         ax.set_xlabel("K, classes in the set")
-        ax.axvline(C - 1, color=QUIET, linewidth=0.4)
+    left.legend(frameon=False, fontsize=8)
     return svg(figure)
 
 

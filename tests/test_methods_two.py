@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from fastgnl.errors import InputError
 from fastgnl.loader import Batch, Loader
@@ -183,9 +182,9 @@ def test_terms_of_the_bound_by_hand():
     """Each alone, and so twice that of one network."""
     x, labels = torch.zeros(4, C), torch.zeros(4, dtype=torch.int64)
 
-    def bound(given, **weight):
+    def bound(outputs, **weight):
         options = ElboOptions(**({"reconstruction": 0.0, "given": 0.0, "prior": 0.0, "latent": 0.0} | weight))
-        return float(negative_elbo(given, x, labels, "gaussian", options))
+        return float(negative_elbo(outputs, x, labels, "gaussian", options))
 
     mean, log_var = torch.full((2, 4, 1), 2.0), torch.full((2, 4, 1), math.log(3))
     latent = one_output(mean=mean, log_var=log_var)
@@ -215,7 +214,7 @@ def test_generative_pair_rebuilds_any_shape_and_is_a_pair_else(shape):
 
 @pytest.mark.parametrize("shape", [(), (28, 28)])
 def test_a_shape_that_cannot_be_rebuilt(shape):
-    with pytest.raises(InputError, match="shape is .* wanted that of the inputs"):
+    with pytest.raises(InputError, match=r"shape is .* wanted that of the inputs"):
         GenerativePair(backbones((6,)), Setting(N, C, 2, 1, shape=shape))
 
 
@@ -281,4 +280,3 @@ def test_the_division_comes_back(method):
     assert other.now == 1
     assert not other.in_warmup
     torch.testing.assert_close(other.clean_N2, torch.arange(2.0 * N).view(N, 2))
-    assert isinstance(other, nn.Module)
