@@ -55,7 +55,7 @@ BENCHMARKS = (
         "How much memory does the label state of WebVision and of ImageNet-21k take?",
     ),
     Benchmark("faults", ("faults.py",), 5, "Does a run that is killed end with the bits of one that was not?"),
-    Benchmark("transition", ("transition.py",), 5, "How close does the estimated transition come to the true one?"),
+    Benchmark("transition", ("transition.py",), 3, "How close does the estimated transition come to the true one?"),
     Benchmark("scaling", ("scaling.py",), 9, "How much faster do two processes train than one?"),
     Benchmark(
         "demos",
