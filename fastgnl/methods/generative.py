@@ -157,7 +157,7 @@ class GenerativePair(PairNet):
 
 @dataclass(frozen=True)
 class ElboOptions:
-    """Weights of the terms, those of CausalNL's published code."""
+    """Weights of the terms, those of a public implementation of CausalNL."""
 
     reconstruction: float = 0.1
     given: float = 0.1
@@ -165,7 +165,7 @@ class ElboOptions:
     prior: float = 1e-5
     """Of KL(q(y | x) || uniform)."""
     latent: float = 0.01
-    """Of KL(q(z | x, y) || N(0, 1)), a mean over rows (the published code adds the rows of a batch up)."""
+    """Of KL(q(z | x, y) || N(0, 1)), a mean over rows (that implementation adds the rows of a batch up)."""
 
 
 def log_normaliser(rate: Tensor) -> Tensor:
