@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgnl.methods.base import Method, Setting, given_loss, global_mean, terms_of
-from fastgnl.terms import Terms
+from fastgnl.methods.base import Setting, given_loss
+from fastgnl.methods.loss import RowLoss
 
 
 def remembered(setting: Setting, epoch: int, gradual: int) -> float:
@@ -34,25 +34,16 @@ class CoTeachingOptions:
     """Epochs over which the share of rows that are left out rises to the noise rate."""
 
 
-class CoTeaching(Method):
+class CoTeaching(RowLoss):
     """Each of two networks is taught the rows of the batch whose loss is small for the other."""
 
     def __init__(self, setting: Setting, options: CoTeachingOptions = CoTeachingOptions()) -> None:
         super().__init__(setting)
         self.options = options
 
-    def forward(
-        self,
-        z: Tensor,
-        t: Tensor | None,
-        labels: Tensor,
-        index: Tensor,
-        clean: Tensor | None = None,
-        momentum: Tensor | None = None,
-    ) -> Terms:
-        loss_2B = given_loss(z, labels)
+    def rows(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor) -> Tensor:
         share = remembered(self.setting, self.now, self.options.gradual)
-        return terms_of(global_mean(exchanged(loss_2B, share)), loss_2B, labels, clean)
+        return exchanged(given_loss(z, labels), share)
 
 
 @dataclass(frozen=True)
@@ -63,27 +54,18 @@ class JoCoROptions:
     """lambda, of the agreement between the networks, from 0 to 1."""
 
 
-class JoCoR(Method):
+class JoCoR(RowLoss):
     """(1 - lambda) (CE_1 + CE_2) + lambda (KL(q1 || q2) + KL(q2 || q1)) of the rows where that is small."""
 
     def __init__(self, setting: Setting, options: JoCoROptions = JoCoROptions()) -> None:
         super().__init__(setting)
         self.options = options
 
-    def forward(
-        self,
-        z: Tensor,
-        t: Tensor | None,
-        labels: Tensor,
-        index: Tensor,
-        clean: Tensor | None = None,
-        momentum: Tensor | None = None,
-    ) -> Terms:
+    def rows(self, z: Tensor, t: Tensor | None, labels: Tensor, index: Tensor) -> Tensor:
         loss_2B, weight = given_loss(z, labels), self.options.weight
         l_2BC = torch.log_softmax(z.float(), -1)
         q_2BC = l_2BC.exp()
         apart_B = ((q_2BC[0] - q_2BC[1]) * (l_2BC[0] - l_2BC[1])).sum(1)
         joint_B = (1 - weight) * loss_2B.sum(0) + weight * apart_B
         chosen_B = small_losses(joint_B, remembered(self.setting, self.now, self.options.gradual))
-        loss_B = joint_B * chosen_B * (len(joint_B) / chosen_B.sum())
-        return terms_of(global_mean(loss_B), loss_2B, labels, clean)
+        return joint_B * chosen_B * (len(joint_B) / chosen_B.sum())

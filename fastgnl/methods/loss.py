@@ -1,4 +1,4 @@
-"""Methods that are a loss of one network's clean logits and the given labels, and keep nothing else."""
+"""Methods that are a loss of the logits and the given labels, a number a row."""
 
 from torch import Tensor
 
