@@ -319,7 +319,8 @@ def main(config: Config) -> None:
         for variant in variants
     ]
     runs: dict[Key, list[dict[str, Any]]] = {}
-    for run in carried_out(plans, carry_out, config.found, config.jobs):
+    noted = carried_out(plans, carry_out, config.found, config.jobs)
+    for run in noted:
         runs.setdefault((run["data"], run["variant"], run["rate"]), []).append(run)
     outcomes = {key: outcome(each) for key, each in runs.items()}
     places = [(data, rate) for data in config.data for rate in config.rates]
@@ -328,7 +329,7 @@ def main(config: Config) -> None:
     pairs = sum(compared(rows, rate) for _, rate in places)
     title = f"Where the paper's order of two rows is not reproduced: {len(other)} of {pairs} pairs"
     chart = Chart("Test accuracy after the last epoch, %", "last epoch", ("data", "table", "row"), "rate")
-    show(shown, config.json, chart, {title: other} if other else None)
+    show(shown, config.json, chart, {title: other} if other else None, noted)
     if not other:
         print(f"\nThe order of all {pairs} pairs of rows is the paper's.")
 

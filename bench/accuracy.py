@@ -22,12 +22,11 @@ from problems import KINDS, Problem, make_problem
 from sklearn.metrics import roc_auc_score
 
 from fastgnl.cli import run_worker
-from fastgnl.errors import InputError, check_choice, check_count
+from fastgnl.errors import InputError, check, check_choice, check_count
 from fastgnl.evaluate import eval_losses
 from fastgnl.loader import Loader
 from fastgnl.methods.base import Setting
 from fastgnl.methods.catalogue import METHODS, make_method
-from fastgnl.report import text_table
 from fastgnl.tally import best
 from fastgnl.trainer import train
 
@@ -51,6 +50,8 @@ class Config:
     """Runs at a time, a thread each."""
     found: Path = Path("bench/results/accuracy.jsonl")
     """Where each run is noted; what is there already is not run again."""
+    run: bool = True
+    """Else show what is noted."""
     json: Path | None = None
     """Write the rows here too, with a table and a picture beside it."""
 
@@ -139,42 +140,42 @@ def summary(problem: str, method: str, rows: list[dict[str, Any]]) -> dict[str, 
     return shown
 
 
-def pivot(rows: list[dict[str, Any]], column: str) -> str:
-    """A row a method, a column a problem."""
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    cells = {(row["method"], row["problem"]): row for row in rows}
-
-    def cell(method: str, problem: str) -> str:
-        row = cells[method, problem]
-        spread = row.get(f"{column}, std")
-        return str(row[column]) if spread is None or row[column] == "failed" else f"{row[column]} ± {spread}"
-
-    return text_table(["", *problems], [[method, *(cell(method, p) for p in problems)] for method in methods])
+def pivot(rows: list[dict[str, Any]], column: str) -> list[dict[str, str]]:
+    """A line a method, a column a problem."""
+    lines: dict[str, dict[str, str]] = {row["method"]: {"method": row["method"]} for row in rows}
+    for row in rows:
+        spread = row.get(f"{column}, std", "-")
+        lines[row["method"]][row["problem"]] = str(row[column]) + ("" if spread == "-" else f" ± {spread}")
+    return list(lines.values())
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """What the bars ask: GNL against the other methods of one network, and against cleanlab; what is not above CE."""
     told = []
     value = {(row["problem"], row["method"]): row for row in rows}
-    single = {title(name) for name in SINGLE} - {title("gnl"), title("gnl-xy")}
-    first, counted = 0, 0
+    ours = [title(name) for name in ("gnl", "gnl-xy")]
+    others = [title(name) for name in SINGLE if title(name) not in ours]
+    ahead = []
     for problem, kind in KINDS.items():
-        own = value.get((problem, title("gnl")), {}).get("last epoch")
-        reached = {name: value[problem, name]["last epoch"] for name in single if (problem, name) in value}
-        others = {name: last for name, last in reached.items() if last != "failed"}
-        if not kind.counts or own in (None, "failed") or not others:
+        reached = {name: value[problem, name]["last epoch"] for name in (*ours, *others) if (problem, name) in value}
+        known = {name: last for name, last in reached.items() if last != "failed"}
+        rivals = [name for name in others if name in known]
+        if not kind.counts or not rivals or not any(name in known for name in ours):
             continue
-        leader = max(others, key=others.__getitem__)
-        counted += 1
-        first += own > others[leader]
-        told.append(f"{problem}: GNL {own}, the best other single network {leader} {others[leader]}")
-    if counted:
-        told.append(f"GNL is first among single networks on {first} of {counted} problems with IDN or human noise")
+        leader = max(rivals, key=known.__getitem__)
+        ahead.append([known.get(name, 0.0) > known[leader] for name in ours])
+        shown = ", ".join(f"{name} {reached[name]}" for name in ours if name in reached)
+        told.append(f"{problem}: {shown}; the best other single network: {leader} {known[leader]}")
+    if ahead:
+        first, second, either = (sum(each) for each in (*zip(*ahead, strict=True), map(any, ahead)))
+        told.append(
+            f"of {len(ahead)} problems with IDN or human noise, first among single networks: GNL on {either}, in one "
+            f"direction or the other; {ours[0]} on {first}, {ours[1]} on {second}"
+        )
     worst = "CIFAR-10N worst, embeddings"
     if (worst, "cleanlab") in value and (worst, title("gnl")) in value:
-        ours, theirs = value[worst, title("gnl")]["AUROC"], value[worst, "cleanlab"]["AUROC"]
-        told.append(f"AUROC of wrong labels on {worst}: GNL's w {ours}, cleanlab's score {theirs}")
+        own, theirs = value[worst, title("gnl")]["AUROC"], value[worst, "cleanlab"]["AUROC"]
+        told.append(f"AUROC of wrong labels on {worst}: GNL's w {own}, cleanlab's score {theirs}")
     for problem in dict.fromkeys(row["problem"] for row in rows):
         ce = value.get((problem, title("ce")), {}).get("last epoch")
         if ce is None:
@@ -199,17 +200,22 @@ def main(config: Config) -> None:
         for problem in problems
         for method in config.methods
     ]
-    found = dict(zip(plans, carried_out(plans, carry_out, config.found, config.jobs), strict=True))
-    rows = [
-        summary(problem, method, [found[Plan(problem, method, seed, config.epochs)] for seed in range(config.seeds)])
-        for problem in problems
-        for method in config.methods
-    ]
-    for column in ("last epoch", "best epoch", "AUROC"):
-        print(f"\n{column}\n{pivot(rows, column)}")
-    print()
-    show(rows, config.json, Chart("Test accuracy after the last epoch, %", "last epoch", ("method",), "problem"))
-    print("\n" + "\n".join(verdicts(rows)))
+    runs = carried_out(plans, carry_out, config.found, config.jobs, config.run)
+    check(len(runs) > 0, f"nothing of that is noted in {config.found}, wanted runs that were carried out")
+    of: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (problem, method): [] for problem in problems for method in config.methods
+    }
+    for run in runs:
+        of[run["problem"], run["method"]].append(run)
+    rows = [summary(*key, each) for key, each in of.items() if each]
+    chart = Chart("Test accuracy after the last epoch, %", "last epoch", ("method",), "problem", kind="grid")
+    tables = {
+        "Last epoch": pivot(rows, "last epoch"),
+        "Best epoch": pivot(rows, "best epoch"),
+        "AUROC of wrong labels": pivot(rows, "AUROC"),
+        "Verdicts": [{"what was found": verdict} for verdict in verdicts(rows)],
+    }
+    show(rows, config.json, chart, tables, runs)
 
 
 if __name__ == "__main__":

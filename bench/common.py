@@ -7,12 +7,14 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 
@@ -35,7 +37,8 @@ class Chart:
     group: str | None = None
     """Rows of one value of this column have one colour."""
     log: bool = False
-    line: bool = False
+    kind: Literal["bars", "lines", "grid"] = "bars"
+    """A grid has a line for each label, a column for each group."""
 
 
 # Where it was measured.
@@ -84,12 +87,15 @@ def command() -> str:
 COMMIT = commit()
 
 
-def facts() -> dict[str, str]:
-    """What a result is of."""
+def facts(runs: Sequence[Row] = ()) -> dict[str, str]:
+    """What a result is of; ``runs``: those that were noted one by one, each with its commit."""
+    count = Counter(row.get("commit", "earlier ones") for row in runs)
+    of = {"runs": ", ".join(f"{number} of {name}" for name, number in count.items())} if runs else {}
     return {
         "command": f"`{command()}`",
         "machine": machine(),
         "software": f"torch {torch.__version__}, Python {platform.python_version()}",
+        **of,
         "commit": COMMIT,
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     }
@@ -181,15 +187,38 @@ def curves(ax: Axes, found: list[tuple[Row, str, float]], chart: Chart) -> None:
         ax.set_yscale("log")
 
 
+def grid(ax: Axes, found: list[tuple[Row, str, float]], chart: Chart) -> None:
+    """A square for each value, the darker the nearer it is to the largest of its column, which is bold."""
+    labels = list(dict.fromkeys(name_of(row, chart.label) for row, _, _ in found))
+    groups = list(dict.fromkeys(group for _, group, _ in found))
+    value_LG = np.full((len(labels), len(groups)), np.nan)
+    for row, group, value in found:
+        value_LG[labels.index(name_of(row, chart.label)), groups.index(group)] = value
+    least_G, largest_G = np.nanmin(value_LG, 0), np.nanmax(value_LG, 0)
+    shade_LG = (value_LG - least_G) / np.maximum(largest_G - least_G, 1e-9)
+    ax.imshow(shade_LG, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
+    for (i, j), value in np.ndenumerate(value_LG):
+        if np.isfinite(value):
+            weight = "bold" if value == largest_G[j] else "normal"
+            ax.text(j, i, f"{value:.4g}", ha="center", va="center", fontsize=7.5, weight=weight)
+    ax.set_xticks(range(len(groups)), groups, rotation=30, ha="left", rotation_mode="anchor")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.xaxis.tick_top()
+    ax.grid(False)
+
+
+DRAWN = {"bars": bars, "lines": curves, "grid": grid}
+
+
 def picture(rows: Sequence[Row], chart: Chart) -> str:
     """The chart as SVG; what is not a number is left out."""
     found = points(rows, chart)
-    figure, (ax,) = axes(1, 3.4 if chart.line else 1.0 + 0.2 * len(found) + 0.1 * len(rows))
+    labels = len({name_of(row, chart.label) for row, _, _ in found})
+    height = {"bars": 1.0 + 0.2 * len(found) + 0.1 * len(rows), "lines": 3.4, "grid": 1.6 + 0.24 * labels}
+    figure, (ax,) = axes(1, height[chart.kind])
     ax.set_title(chart.title, fontsize=10, loc="left")
-    if chart.line:
-        curves(ax, found, chart)
-    else:
-        bars(ax, found, chart)
+    if found:
+        DRAWN[chart.kind](ax, found, chart)
     return svg(figure)
 
 
@@ -201,15 +230,17 @@ def show(
     json_file: Path | None,
     chart: Chart | None = None,
     more: Mapping[str, Sequence[Row]] | None = None,
+    runs: Sequence[Row] = (),
 ) -> None:
     """Print the rows as a table and draw them; with a file, keep them there, the picture and a Markdown page beside it.
 
-    ``more``: further tables, with their titles, which are printed and stand on the page.
+    ``more``: further tables, with their titles, which are printed and stand on the page. ``runs``: what was noted of
+    the runs that the rows are of.
     """
     # A number that is none is a measurement that failed: shown as a dash, and null in the file.
     rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
     more = more or {}
-    known = facts()
+    known = facts(runs)
     print(text_table(*cells(rows)))
     for title, table in more.items():
         print(f"\n{title}\n{text_table(*cells(table))}")

@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from common import COMMIT
 from tqdm import tqdm
 
 Row = dict[str, Any]
@@ -30,13 +31,16 @@ def noted(found: Path) -> list[Row]:
     return rows
 
 
-def carried_out(plans: Sequence[Any], work: Callable[[Any], Row], found: Path, jobs: int) -> list[Row]:
-    """The row of every plan (a named tuple), in order: ``plan._asdict() | work(plan)``, or what was noted of it before.
+def carried_out(
+    plans: Sequence[Any], work: Callable[[Any], Row], found: Path, jobs: int, run: bool = True
+) -> list[Row]:
+    """The row of every plan (a named tuple), in order: ``plan._asdict() | work(plan)`` with the commit, or what was
+    noted of it before. Where nothing is to be ``run``, only what was noted.
 
     ``work`` is a function of a module; it runs in a process of its own, on one thread."""
     kind = type(plans[0])
     known = {kind(*(row.get(name) for name in kind._fields)): row for row in noted(found)}
-    left = [plan for plan in plans if plan not in known]
+    left = [plan for plan in plans if plan not in known] if run else []
     found.parent.mkdir(parents=True, exist_ok=True)
     if left and found.exists() and not found.read_bytes().endswith(b"\n"):
         found.write_text("".join(f"{json.dumps(row)}\n" for row in known.values()))
@@ -46,8 +50,8 @@ def carried_out(plans: Sequence[Any], work: Callable[[Any], Row], found: Path, j
         bar = tqdm(as_completed(waiting), total=len(waiting), unit="run", disable=not waiting)
         for done in bar:
             plan = waiting[done]
-            row = known[plan] = plan._asdict() | done.result()
+            row = known[plan] = plan._asdict() | done.result() | {"commit": COMMIT}
             with found.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             bar.set_postfix_str(" ".join(map(str, plan)) + (f" {row['last']:.1f}" if "last" in row else " failed"))
-    return [known[plan] for plan in plans]
+    return [known[plan] for plan in plans if plan in known]

@@ -156,11 +156,12 @@ def main(config: Config) -> None:
         for data in config.data
         for rate in config.rates
     }
-    for run in carried_out(plans, carry_out, config.found, config.jobs):
+    noted = carried_out(plans, carry_out, config.found, config.jobs)
+    for run in noted:
         runs.setdefault((run["data"], run["method"], run["rate"]), []).append(run)
     chart = Chart("Error of the transition matrix, MSE x100", "MSE x100", ("data", "method"), "rate")
     order = sorted(runs, key=lambda key: (config.data.index(key[0]), config.rates.index(key[2])))
-    show([summary(*key, runs[key]) for key in order], config.json, chart)
+    show([summary(*key, runs[key]) for key in order], config.json, chart, runs=noted)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_without_a_file_the_picture_is_drawn_all_the_same(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench/some.py", "--size", "3", "--json=a", "--json", "b", "--last"])
     rows = [{"x": x, "method": name, "y": x**2} for name in "ab" for x in (2, 1)] + [{"x": "-", "method": "a", "y": 1}]
-    common.show(rows, None, common.Chart("Squares", "y", ("x",), "method", line=True))
+    common.show(rows, None, common.Chart("Squares", "y", ("x",), "method", kind="lines"))
     assert "picture: runs/bench/some.svg" in capsys.readouterr().out
     assert (tmp_path / "runs/bench/some.svg").exists()
     assert common.command().endswith("bench/some.py --size 3 --last")

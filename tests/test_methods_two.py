@@ -111,7 +111,7 @@ def test_mixing_stays_near_to_the_own_row():
 
 
 def test_lambda_u_rises_in_a_line():
-    method = DivideMix(Setting(N, C, epochs=100, warmup_epochs=10))
+    method = DivideMix(Setting(N, C, epochs=100, warmup_epochs=10), DivideMixOptions(unlabelled=25))
     found = []
     for now in (5, 10, 18, 26, 50):
         method.now = now
@@ -122,7 +122,7 @@ def test_lambda_u_rises_in_a_line():
 @pytest.mark.parametrize("labelled", [[1, 1], [0, 0], [1, 0]])
 def test_mixmatch_loss_by_hand(labelled):
     """Of one network's two rows; a batch without rows of a kind has no loss of that kind."""
-    method = DivideMix(Setting(N, 2, epochs=100, warmup_epochs=0))
+    method = DivideMix(Setting(N, 2, epochs=100, warmup_epochs=0), DivideMixOptions(unlabelled=25))
     method.now = 16
     q = torch.tensor([[0.8, 0.2], [0.4, 0.6]])
     target = torch.tensor([[1.0, 0.0], [0.5, 0.5]])

@@ -13,6 +13,8 @@ from fastgnl.terms import Terms
 
 @dataclass(frozen=True)
 class InstanceGMOptions(DivideMixOptions):
+    unlabelled: float = 25.0
+    """lambda_u, as in its own code."""
     elbo: ElboOptions = ElboOptions()
 
 
