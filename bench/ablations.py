@@ -248,6 +248,10 @@ def outcome(runs: list[dict[str, Any]]) -> Outcome:
     return Outcome(len(runs), len(runs) - len(done), *map(float, (np.mean(last), np.std(last), np.mean(reached))))
 
 
+def problem_of(data: str, rate: float) -> str:
+    return f"{data} IDN {rate:.0%}"
+
+
 def paper_place(figure: float | str) -> float:
     return -1.0 if isinstance(figure, str) else figure
 
@@ -258,10 +262,9 @@ def line(row: Row, data: str, rate: float, outcomes: dict[Key, Outcome]) -> dict
     base = dict(zip((0.2, 0.3, 0.4, 0.5), FULL, strict=True)).get(rate)
     number = isinstance(paper, float) and base is not None
     return {
-        "data": data,
+        "problem": problem_of(data, rate),
         "table": row.table,
         "row": row.name,
-        "rate": rate,
         "seeds": own.seeds,
         "last epoch": own.shown,
         "std": None if own.failed else round(own.std, 1),
@@ -288,9 +291,8 @@ def disagreements(rows: list[Row], data: str, rate: float, outcomes: dict[Key, O
         spread = float(np.hypot(ours[0].std, ours[1].std))
         clear = any(one.failed for one in ours) or ours[1].last - ours[0].last > spread
         yield {
-            "data": data,
+            "problem": problem_of(data, rate),
             "table": first.table,
-            "rate": rate,
             "better in the paper": better.name,
             "than": worse.name,
             "paper": f"{better.paper_at(rate)} > {worse.paper_at(rate)}",
@@ -328,7 +330,7 @@ def main(config: Config) -> None:
     other = [found for data, rate in places for found in disagreements(rows, data, rate, outcomes)]
     pairs = sum(compared(rows, rate) for _, rate in places)
     title = f"Where the paper's order of two rows is not reproduced: {len(other)} of {pairs} pairs"
-    chart = Chart("Test accuracy after the last epoch, %", "last epoch", ("data", "table", "row"), "rate")
+    chart = Chart("Test accuracy after the last epoch, %", "last epoch", ("table", "row"), "problem", kind="grid")
     show(shown, config.json, chart, {title: other} if other else None, noted)
     if not other:
         print(f"\nThe order of all {pairs} pairs of rows is the paper's.")
