@@ -143,7 +143,7 @@ class Config:
     """Epochs of every run, in place of each data set's own; a quarter of them at most is warm-up."""
     jobs: int = 2
     """Runs at a time, a thread each."""
-    found: Path = Path("bench/results/ablations.jsonl")
+    found: Path = Path("runs/bench/ablations.jsonl")
     """Where each run is noted; what is there already is not run again."""
     json: Path | None = None
     """Write the rows here too, with a table and a picture beside it."""

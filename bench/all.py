@@ -55,7 +55,13 @@ BENCHMARKS = (
         "How much memory does the label state of WebVision and of ImageNet-21k take?",
     ),
     Benchmark("faults", ("faults.py",), 5, "Does a run that is killed end with the bits of one that was not?"),
-    Benchmark("transition", ("transition.py",), 3, "How close does the estimated transition come to the true one?"),
+    Benchmark(
+        "transition",
+        ("transition.py", "--data", "digits", "newsgroups20"),
+        5,
+        "How close does the estimated transition come to the true one?",
+        ("FASTGNL_DATA",),
+    ),
     Benchmark("scaling", ("scaling.py",), 9, "How much faster do two processes train than one?"),
     Benchmark(
         "demos",
@@ -72,7 +78,13 @@ BENCHMARKS = (
         ("triton", "ptxrun"),
     ),
     Benchmark("training_time", ("training_time.py",), 12, "How long does each method train, against cross-entropy?"),
-    Benchmark("ablations", ("ablations.py",), 15, "What does each part of the method add to the accuracy?"),
+    Benchmark(
+        "ablations",
+        ("ablations.py", "--data", "digits", "newsgroups20"),
+        14,
+        "What does each part of the method add to the accuracy?",
+        ("FASTGNL_DATA",),
+    ),
     Benchmark("loader", ("loader.py",), 6, "How many images a second come from FFCV, against PIL?", ("FASTGNL_DATA",)),
     Benchmark(
         "label_state_accuracy",
@@ -85,7 +97,7 @@ BENCHMARKS = (
     Benchmark(
         "accuracy",
         ("accuracy.py", "--problems", "all"),
-        60,
+        640,
         "How accurate is each method on real data with wrong labels?",
         ("FASTGNL_DATA",),
     ),
