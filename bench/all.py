@@ -77,7 +77,7 @@ BENCHMARKS = (
         "What do the Triton kernels take of a GPU, and how fast should they be?",
         ("triton", "ptxrun"),
     ),
-    Benchmark("training_time", ("training_time.py",), 12, "How long does each method train, against cross-entropy?"),
+    Benchmark("training_time", ("training_time.py",), 15, "How long does each method train, against cross-entropy?"),
     Benchmark(
         "ablations",
         ("ablations.py", "--data", "digits", "newsgroups20"),

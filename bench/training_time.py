@@ -1,6 +1,6 @@
 """Training time of GNL and of the systems of the paper's table, as a ratio to cross-entropy.
 
-python bench/training_time.py                            # both backbones, some fifteen minutes
+python bench/training_time.py                            # both backbones, fifteen minutes
 python bench/training_time.py --backbones small-cnn
 
 All methods are trained side by side by the same loop, loader and backbone: they take turns, an epoch each, and an epoch
@@ -56,9 +56,9 @@ class Config:
     small_steps: int = 40
     """... and on that."""
     batch: int = 128
-    rounds: int = 5
+    rounds: int = 9
     """Epochs of cross-entropy and of GNL that are timed ..."""
-    slow_rounds: int = 2
+    slow_rounds: int = 3
     """... and of every other method."""
     threads: int = 2
     precision: Literal["float32", "bfloat16"] = "float32"
