@@ -126,15 +126,11 @@ guess. The paper's #1 has the figures of its CE, which argmax t can have."""
 
 
 @dataclass(frozen=True)
-class Config:
-    """Test accuracy of every ablation of the paper, in percent, after the last and the best epoch."""
+class Sizes:
+    """What is trained on, and how often."""
 
     data: tuple[Data, ...] = ("digits",)
     """digits (small CNN, 40 epochs) and newsgroups20 (MiniLM embeddings, one hidden layer, 20 epochs)."""
-    tables: tuple[Table, ...] = get_args(Table)
-    """beta and K; coverage and uncertainty; terms of the loss."""
-    rows: tuple[str, ...] = ()
-    """Only these variants; the full method is always run."""
     rates: tuple[float, ...] = (0.2, 0.4)
     """Of instance-dependent noise; the paper has 0.2, 0.3, 0.4 and 0.5."""
     seeds: int = 3
@@ -143,8 +139,6 @@ class Config:
     """Epochs of every run, in place of each data set's own; a quarter of them at most is warm-up."""
     jobs: int = 2
     """Runs at a time, a thread each."""
-    found: Path = Path("runs/bench/ablations.jsonl")
-    """Where each run is noted; what is there already is not run again."""
     json: Path | None = None
     """Write the rows here too, with a table and a picture beside it."""
 
@@ -155,6 +149,21 @@ class Config:
             check_count("epochs", self.epochs, 1)
         for rate in self.rates:
             check_range("rates", rate, 0.01, 0.9)
+
+
+@dataclass(frozen=True)
+class Config(Sizes):
+    """Test accuracy of every ablation of the paper, in percent, after the last and the best epoch."""
+
+    tables: tuple[Table, ...] = get_args(Table)
+    """beta and K; coverage and uncertainty; terms of the loss."""
+    rows: tuple[str, ...] = ()
+    """Only these variants; the full method is always run."""
+    found: Path = Path("runs/bench/ablations.jsonl")
+    """Where each run is noted; what is there already is not run again."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.rows:
             check_choice("rows", name, VARIANTS)
         check(len(self.data) > 0 and len(self.tables) > 0 and len(self.rates) > 0, "nothing to run, wanted some data")

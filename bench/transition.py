@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from ablations import Data, lengths, noisy_task
+from ablations import Sizes, lengths, noisy_task
 from common import Chart, show
 from noted import carried_out
 from numpy.typing import NDArray
 
 from fastgnl.cli import run_worker
-from fastgnl.errors import InputError, check_count, check_range
+from fastgnl.errors import InputError
 from fastgnl.evaluate import predict_proba
 from fastgnl.loader import Loader
 from fastgnl.methods.base import Setting
@@ -35,33 +35,13 @@ Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sizes):
     """Error of the transition matrix and test accuracy after the last epoch."""
 
-    data: tuple[Data, ...] = ("digits",)
-    """digits (small CNN, 40 epochs) and newsgroups20 (MiniLM embeddings, one hidden layer, 20 epochs)."""
     methods: tuple[Name, ...] = ("gnl", "forward", "volminnet", "causalnl")
     """Cross-entropy has no matrix but that of its predictions."""
-    rates: tuple[float, ...] = (0.2, 0.4)
-    """Of instance-dependent noise."""
-    seeds: int = 3
-    """Runs of each, with seeds 0, 1, ..."""
-    epochs: int | None = None
-    """Epochs of every run, in place of each data set's own; a quarter of them at most is warm-up."""
-    jobs: int = 2
-    """Runs at a time, a thread each."""
     found: Path = Path("runs/bench/transition.jsonl")
     """Where each run is noted; what is there already is not run again."""
-    json: Path | None = None
-    """Write the rows here too, with a table and a picture beside it."""
-
-    def __post_init__(self) -> None:
-        check_count("seeds", self.seeds, 1)
-        check_count("jobs", self.jobs, 1)
-        if self.epochs is not None:
-            check_count("epochs", self.epochs, 1)
-        for rate in self.rates:
-            check_range("rates", rate, 0.01, 0.9)
 
 
 class Plan(NamedTuple):
