@@ -233,6 +233,29 @@ def test_causalnl_teaches_what_is_small_for_the_other():
     torch.testing.assert_close(terms.loss, wanted)
 
 
+def test_instancegm_warms_up_by_cross_entropy_alone():
+    net, method = made(InstanceGM, (6,))
+    batch = a_batch((6,), views=1)
+    said = []
+    terms = method.run(lambda x, index: said.append(net(x, index)) or said[-1], net, batch)
+    torch.testing.assert_close(terms.loss, given_loss(said[0][0], batch.labels).sum(0).mean())
+    terms.loss.backward()
+    assert all(not weight.grad.any() for weight in net.vaes.parameters())
+
+
+def test_instancegm_adds_the_bound_after_it():
+    """In place of the network, what it might say: the loss is DivideMix's and that bound."""
+    net, method = made(InstanceGM, (6,), warmup=0)
+    batch = a_batch((6,))
+    said, mixes = [], []
+    mixed = method.mixed
+    method.mixed = lambda *given: mixes.append(mixed(*given)) or mixes[-1]
+    terms = method.run(lambda asked, index: said.append(net(asked, index)) or said[-1], net, batch)
+    bound = negative_elbo(said[0], batch.x, batch.labels, "continuous bernoulli", method.elbo)
+    assert float(bound.detach()) > 0
+    torch.testing.assert_close(terms.loss, method.mixmatch(said[0].z, mixes[0]) + bound)
+
+
 # All of them, in the trainer.
 
 

@@ -133,7 +133,9 @@ class GenerativePair(PairNet):
 
     def forward(self, x: Any, index: Tensor | None = None) -> Any:
         if not isinstance(x, Generate):
-            return super().forward(x, index)
+            z, t = super().forward(x, index)
+            # DDP waits for a gradient of every weight in every step, those of the VAEs too.
+            return (z + 0 * sum(weight.sum() for weight in self.vaes.parameters()) if self.training else z), t
         if x.inputs is None:
             z, (z_raw, _) = None, super().forward(x.raw)
         else:

@@ -15,24 +15,25 @@ from fastgnl.terms import Terms
 class InstanceGMOptions(DivideMixOptions):
     unlabelled: float = 25.0
     """lambda_u, as in its own code."""
+    confidence: float = 0.0
+    """Its warm-up is cross-entropy alone."""
     elbo: ElboOptions = ElboOptions()
 
 
 class InstanceGM(DivideMix):
-    """CausalNL's generative model in DivideMix's training: its loss, and the evidence bound of the rows as they are,
-    with a continuous Bernoulli for the reconstruction; in the warm-up too."""
+    """CausalNL's generative model in DivideMix's training: after the warm-up its loss, and the evidence bound of the
+    rows as they are, with a continuous Bernoulli for the reconstruction."""
 
     def __init__(self, setting: Setting, options: InstanceGMOptions = InstanceGMOptions()) -> None:
         super().__init__(setting, options)
         self.elbo = options.elbo
 
     def run(self, engine: Engine, net: Any, batch: Batch) -> Terms:
-        mixed = None if self.in_warmup else self.mixed(net, batch)
-        asked = Generate(None if mixed is None else mixed.x, batch.x)
-        made: Any = engine(asked, batch.index)  # type: ignore[arg-type]
+        if self.in_warmup:
+            return super().run(engine, net, batch)
+        mixed = self.mixed(net, batch)
+        made: Any = engine(Generate(mixed.x, batch.x), batch.index)  # type: ignore[arg-type]
         bound = negative_elbo(made, batch.x, batch.labels, "continuous bernoulli", self.elbo)
-        if mixed is None:
-            terms = self.warmup_terms(made.z_raw, batch)
-            return terms._replace(loss=terms.loss + bound)
-        loss = self.mixmatch(made.z, mixed) + bound
-        return terms_of(loss, given_loss(made.z_raw, batch.labels), batch.labels, batch.clean)
+        return terms_of(
+            self.mixmatch(made.z, mixed) + bound, given_loss(made.z_raw, batch.labels), batch.labels, batch.clean
+        )
