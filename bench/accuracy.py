@@ -128,7 +128,7 @@ def title(method: str) -> str:
 
 
 def summary(problem: str, method: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation over the seeds; nothing where one of them failed."""
+    """Mean and, of several seeds, standard deviation; nothing where one of them failed."""
     failed = [row["failed"] for row in rows if "failed" in row]
     shown: dict[str, Any] = {"problem": problem, "method": title(method), "seeds": len(rows)}
     for name, column in (("last", "last epoch"), ("best", "best epoch"), ("auroc", "AUROC")):
@@ -136,7 +136,7 @@ def summary(problem: str, method: str, rows: list[dict[str, Any]]) -> dict[str, 
         values = [] if failed else [row[name] for row in rows]
         shown[column] = round(float(np.mean(values)), digits) if values else "failed"
         if name != "auroc":
-            shown[f"{column}, std"] = round(float(np.std(values)), digits) if values else "-"
+            shown[f"{column}, std"] = round(float(np.std(values)), digits) if len(values) > 1 else "-"
     return shown
 
 

@@ -4,8 +4,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from common import COMMIT
@@ -14,10 +15,19 @@ from tqdm import tqdm
 Row = dict[str, Any]
 
 
-def _one_thread() -> None:
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _worker() -> None:
+    """One thread; and no worker goes on with its run when the benchmark was killed."""
     import torch
 
     torch.set_num_threads(1)
+    Thread(target=_end_with_parent, daemon=True).start()
 
 
 def noted(found: Path) -> list[Row]:
@@ -45,7 +55,7 @@ def carried_out(
     if left and found.exists() and not found.read_bytes().endswith(b"\n"):
         found.write_text("".join(f"{json.dumps(row)}\n" for row in known.values()))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _worker) as pool:
         waiting = {pool.submit(work, plan): plan for plan in left}
         bar = tqdm(as_completed(waiting), total=len(waiting), unit="run", disable=not waiting)
         for done in bar:

@@ -1,7 +1,11 @@
 """What is said of noted runs of all methods: tables, verdicts, and what is shown where runs are missing."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,24 @@ finally:
 
 from fastgnl.errors import InputError
 
+SLEEPING = f"""
+import os, sys, time
+from pathlib import Path
+from typing import NamedTuple
+sys.path.insert(0, {str(Path(common.__file__).parent)!r})
+from noted import carried_out
+
+class Plan(NamedTuple):
+    number: int
+
+def work(plan):
+    Path("worker").with_suffix(".tmp").write_text(str(os.getpid()))
+    os.rename("worker.tmp", "worker")
+    time.sleep(300)
+
+if __name__ == "__main__":
+    carried_out([Plan(0)], work, Path("found.jsonl"), 1)
+"""
 WORST = "CIFAR-10N worst, embeddings"
 
 
@@ -36,7 +58,7 @@ def test_mean_and_spread_over_the_seeds_in_the_shape_of_the_papers_tables():
     )
     assert accuracy.pivot(shown, "last epoch") == [
         {"method": "cross-entropy", "a": "51.0 ± 1.0"},
-        {"method": "GNL, y->x", "b": "50.0 ± 0.0", "a": "failed"},
+        {"method": "GNL, y->x", "b": "50.0", "a": "failed"},
     ]
     assert accuracy.pivot(shown, "AUROC")[0]["a"] == "0.9"
 
@@ -89,3 +111,31 @@ def test_a_grid_has_the_largest_of_each_column_in_bold():
     _, (ax,) = common.axes(1)
     common.grid(ax, found, chart)
     assert {text.get_text(): text.get_weight() for text in ax.texts} == {"1": "normal", "2": "bold", "4": "bold"}
+
+
+def ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"  # nobody has asked for it yet
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a worker has ended")
+def test_no_run_goes_on_when_the_benchmark_is_killed(tmp_path):
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    bench = subprocess.Popen([sys.executable, "sleeping.py"], cwd=tmp_path)
+    worker = tmp_path / "worker"
+    try:
+        while not worker.exists():
+            assert bench.poll() is None
+            time.sleep(0.1)
+    finally:
+        bench.send_signal(signal.SIGKILL)
+        bench.wait()
+    pid = int(worker.read_text())
+    for _ in range(300):
+        if ended(pid):
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the worker went on for 30 seconds")
