@@ -133,9 +133,10 @@ class GenerativePair(PairNet):
 
     def forward(self, x: Any, index: Tensor | None = None) -> Any:
         if not isinstance(x, Generate):
-            z, t = super().forward(x, index)
-            # DDP waits for a gradient of every weight in every step, those of the VAEs too.
-            return (z + 0 * sum(weight.sum() for weight in self.vaes.parameters()) if self.training else z), t
+            said, _ = super().forward(x, index)
+            if self.training:  # DDP waits for a gradient of every weight in every step, those of the VAEs too.
+                said = said + 0 * sum(weight.sum() for weight in self.vaes.parameters())
+            return said, None
         if x.inputs is None:
             z, (z_raw, _) = None, super().forward(x.raw)
         else:
