@@ -42,19 +42,19 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("theory", ("theory.py",), 0.2, "Do the numbers that the theory predicts come out?"),
     Benchmark(
-        "noise_filter", ("noise_filter.py",), 0.5, "How much CPU does the noise filter take, against scikit-learn's?"
+        "noise_filter", ("noise_filter.py",), 0.3, "How much CPU does the noise filter take, against scikit-learn's?"
     ),
     Benchmark(
-        "instance_noise", ("instance_noise.py",), 2, "What does it cost to make instance-dependent noise for CIFAR?"
+        "instance_noise", ("instance_noise.py",), 0.5, "What does it cost to make instance-dependent noise for CIFAR?"
     ),
-    Benchmark("kernels", ("kernels.py",), 4, "How much faster is the fused training step than PyTorch's?"),
+    Benchmark("kernels", ("kernels.py",), 1, "How much faster is the fused training step than PyTorch's?"),
     Benchmark(
         "label_state",
         ("label_state.py",),
-        4,
+        0.5,
         "How much memory does the label state of WebVision and of ImageNet-21k take?",
     ),
-    Benchmark("faults", ("faults.py",), 5, "Does a run that is killed end with the bits of one that was not?"),
+    Benchmark("faults", ("faults.py",), 2, "Does a run that is killed end with the bits of one that was not?"),
     Benchmark(
         "transition",
         ("transition.py", "--data", "digits", "newsgroups20"),
@@ -62,7 +62,7 @@ BENCHMARKS = (
         "How close does the estimated transition come to the true one?",
         ("FASTGNL_DATA",),
     ),
-    Benchmark("scaling", ("scaling.py",), 9, "How much faster do two processes train than one?"),
+    Benchmark("scaling", ("scaling.py",), 5, "How much faster do two processes train than one?"),
     Benchmark(
         "demos",
         ("demos.py",),
@@ -85,7 +85,7 @@ BENCHMARKS = (
         "What does each part of the method add to the accuracy?",
         ("FASTGNL_DATA",),
     ),
-    Benchmark("loader", ("loader.py",), 6, "How many images a second come from FFCV, against PIL?", ("FASTGNL_DATA",)),
+    Benchmark("loader", ("loader.py",), 2, "How many images a second come from FFCV, against PIL?", ("FASTGNL_DATA",)),
     Benchmark(
         "label_state_accuracy",
         ("label_state.py", "--accuracy"),
