@@ -93,7 +93,7 @@ BENCHMARKS = (
         "What does a smaller label state do to the accuracy?",
         ("FASTGNL_DATA",),
     ),
-    Benchmark("npc", ("npc.py",), 20, "What does NPC add to CE and to GNL?", ("FASTGNL_DATA",)),
+    Benchmark("npc", ("npc.py",), 3, "What does NPC add to CE and to GNL?", ("FASTGNL_DATA",)),
     Benchmark(
         "accuracy",
         ("accuracy.py", "--problems", "all"),
