@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     number: int
 
 def work(plan):
-    Path("worker").with_suffix(".tmp").write_text(str(os.getpid()))
+    Path("worker.tmp").write_text(str(os.getpid()))
     os.rename("worker.tmp", "worker")
     time.sleep(300)
 
