@@ -5,7 +5,8 @@ FASTGNL_DATA=... python bench/transition.py --data digits newsgroups20 --json be
 
 MSE = mean over a, b of (T^[a, b] - T[a, b])^2, times 100; T[a, b] = p(given = b | true = a) is the true one. Beside a
 method's own matrix stands what can be counted of its predictions: the share of each given label among the training
-samples predicted as a.
+samples predicted as a; and, of GNL, what its noisy head says of these samples as they are: the mean of f(x), without a
+class put in place of the logits. "gnl-no-estep" is GNL without L_KL, which pulls f towards q.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from common import Chart, show
 from noted import carried_out
 from numpy.typing import NDArray
 
+from fastgnl import GNLObjective, with_transition
 from fastgnl.cli import run_worker
 from fastgnl.errors import InputError
 from fastgnl.evaluate import predict_proba
-from fastgnl.loader import Loader
+from fastgnl.loader import Loader, once
 from fastgnl.methods.base import Setting
 from fastgnl.methods.catalogue import METHODS, make_method
 from fastgnl.optimise import TrainConfig
@@ -30,7 +32,11 @@ from fastgnl.task import Task, observed
 from fastgnl.trainer import train
 from fastgnl.transition import class_transition
 
-Name = Literal["gnl", "gnl-xy", "gnl-pair", "forward", "volminnet", "causalnl", "instancegm", "ce"]
+Name = Literal["gnl", "gnl-no-estep", "gnl-xy", "gnl-pair", "forward", "volminnet", "causalnl", "instancegm", "ce"]
+TITLES = {name: entry.title for name, entry in METHODS.items()} | {
+    "identity": "identity (no estimate)",
+    "gnl-no-estep": "GNL, y->x, without L_KL",
+}
 Matrix = NDArray[np.float64]
 
 
@@ -38,7 +44,7 @@ Matrix = NDArray[np.float64]
 class Config(Sizes):
     """Error of the transition matrix and test accuracy after the last epoch."""
 
-    methods: tuple[Name, ...] = ("gnl", "forward", "volminnet", "causalnl")
+    methods: tuple[Name, ...] = ("gnl", "gnl-no-estep", "forward", "volminnet", "causalnl")
     """Cross-entropy has no matrix but that of its predictions."""
     found: Path = Path("runs/bench/transition.jsonl")
     """Where each run is noted; what is there already is not run again."""
@@ -65,6 +71,22 @@ def estimated(name: str, net: Any, objective: Any, task: Task) -> Matrix | None:
     return class_transition(net, task.train).numpy()
 
 
+@torch.no_grad()
+def said(net: Any, task: Task) -> Matrix | None:
+    """The mean of f(x) over the training samples predicted as a, of a network with a noisy head."""
+    if getattr(net, "noisy", None) is None:
+        return None
+    net.eval()
+    C = net.num_classes
+    total_CC, count_C = torch.zeros(C, C, dtype=torch.float64), torch.zeros(C, dtype=torch.float64)
+    for batch in once(task.train):
+        z_BC, t_BC = net(batch.x)
+        a_B = z_BC.argmax(1)
+        total_CC.index_add_(0, a_B, t_BC.double().softmax(1))
+        count_C += torch.bincount(a_B, minlength=C)
+    return (total_CC / count_C.clamp(min=1)[:, None]).numpy()
+
+
 def counted(net: Any, task: Task) -> Matrix:
     """The share of each given label among the training samples predicted as a."""
     predicted_N = predict_proba(net, task.train).argmax(1).numpy()
@@ -74,6 +96,17 @@ def counted(net: Any, task: Task) -> Matrix:
 def squared_error(found: Matrix | None, task: Task) -> float | None:
     """MSE x 100."""
     return None if found is None else 100 * float(((found - task.transition) ** 2).mean())
+
+
+def made(method: str, task: Task, setting: Setting) -> tuple[Any, Any]:
+    """The network and the objective."""
+    if method != "gnl-no-estep":
+        return make_method(method, task.backbone, setting)
+    torch.manual_seed(setting.seed)
+    backbone: Any = task.backbone()
+    options: Any = {"warmup_epochs": setting.warmup_epochs, "seed": setting.seed, "terms": ("ce", "prior")}
+    net = with_transition(backbone, backbone.num_features, setting.num_classes, seed=setting.seed)
+    return net, GNLObjective(setting.num_samples, setting.num_classes, **options)
 
 
 def carry_out(plan: Plan) -> dict[str, Any]:
@@ -90,7 +123,7 @@ def carry_out(plan: Plan) -> dict[str, Any]:
         plan.seed,
         shape=tuple(next(task.train.load([np.arange(1)])).shape[1:]),
     )
-    net, objective = make_method(plan.method, task.backbone, setting)
+    net, objective = made(plan.method, task, setting)
     how = TrainConfig(epochs=plan.epochs, lr_warmup=0)
     try:
         history = train(net, objective, Loader(task.train, 128, plan.seed), how, task.test)
@@ -98,6 +131,7 @@ def carry_out(plan: Plan) -> dict[str, Any]:
         return {"failed": str(error)}
     return {
         "mse": squared_error(estimated(plan.method, net, objective, task), task),
+        "head": squared_error(said(net, task), task),
         "counted": squared_error(counted(net, task), task),
         "last": 100 * (history[-1].test_accuracy or 0.0),
     }
@@ -111,10 +145,14 @@ def identity(data: str, rate: float, seed: int) -> dict[str, Any]:
 
 def summary(data: str, method: str, rate: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and standard deviation over the seeds; "failed" where one of them did."""
-    title = METHODS[method].title if method in METHODS else "identity (no estimate)"
-    row: dict[str, Any] = {"data": data, "rate": rate, "method": title, "seeds": len(runs)}
+    row: dict[str, Any] = {"data": data, "rate": rate, "method": TITLES[method], "seeds": len(runs)}
     failed = sum("failed" in run for run in runs)
-    columns = (("mse", "MSE x100", 3), ("counted", "MSE x100, counted", 3), ("last", "accuracy", 1))
+    columns = (
+        ("mse", "MSE x100", 3),
+        ("head", "MSE x100, head", 3),
+        ("counted", "MSE x100, counted", 3),
+        ("last", "accuracy", 1),
+    )
     for name, column, digits in columns:
         values = [run.get(name) for run in runs]
         known = not failed and None not in values

@@ -100,12 +100,14 @@ def test_a_wrong_statement_fails(wrong, monkeypatch, tmp_path):
 
 def test_transition(tmp_path):
     out = tmp_path / "rows.json"
-    options = ("--seeds", 1, "--epochs", 2, "--rates", 0.4, "--methods", "gnl", "forward", "volminnet", "causalnl")
+    methods = ("gnl", "gnl-no-estep", "forward", "volminnet", "causalnl")
+    options = ("--seeds", 1, "--epochs", 2, "--rates", 0.4, "--methods", *methods)
     done = run("transition.py", *options, "--jobs", 1, "--found", tmp_path / "found.jsonl", "--json", out)
     assert done.returncode == 0, done.stderr
     first, *rows = json.loads(out.read_text())
     assert first["method"].startswith("identity")
     assert first["accuracy"] is None
     assert first["MSE x100"] > 1
-    assert len(rows) == 4
+    assert len(rows) == len(methods)
     assert all(row["MSE x100"] > 0 and row["accuracy"] > 0 for row in rows)
+    assert [row["MSE x100, head"] is not None for row in rows] == [name.startswith("gnl") for name in methods]
