@@ -12,17 +12,19 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from common import Chart, show
 from tqdm import tqdm
 
 from fastgnl.cli import run_worker
 from fastgnl.convert import converted
 from fastgnl.errors import InputError, check, check_count
+from fastgnl.formats.listing import Listing
 from fastgnl.named import named
 
 LAUNCHERS = Path(__file__).parents[1] / "launchers"
@@ -68,6 +70,8 @@ class Config:
     seed: int = 0
     options: str = ""
     """More options for the launchers, to try others than the default ones."""
+    samples: int | None = None
+    """So many of the training and of the test samples, evenly spaced, to try a command out; all when not given."""
     jobs: int = 2
     """Runs at a time."""
     work: Path = Path("runs/end-to-end")
@@ -77,6 +81,26 @@ class Config:
 
     def __post_init__(self) -> None:
         check_count("jobs", self.jobs, 1)
+        if self.samples is not None:
+            check_count("samples", self.samples, 1)
+
+    def folder(self, name: Name) -> Path:
+        """Of the files."""
+        return self.work / (name if self.samples is None else f"{name}-{self.samples}-samples")
+
+
+def some(listing: Listing, samples: int | None) -> Listing:
+    """That many of them, evenly spaced."""
+    if samples is None or samples >= len(listing):
+        return listing
+    rows = np.linspace(0, len(listing) - 1, samples).astype(np.int64)
+    return replace(
+        listing,
+        labels=listing.labels[rows],
+        clean=None if listing.clean is None else listing.clean[rows],
+        names=[listing.names[i] for i in rows],
+        read=lambda i: listing.read(int(rows[i])),
+    )
 
 
 def minilm() -> Path:
@@ -91,13 +115,13 @@ def minilm() -> Path:
 def command(name: Name, method: str, config: Config) -> tuple[list[str], Path]:
     """A launcher's command, and the folder of its run."""
     experiment = EXPERIMENTS[name]
-    run = config.work / f"{name}-{method}-seed{config.seed}"
+    run = config.work / f"{config.folder(name).name}-{method}-seed{config.seed}"
     start = [sys.executable, str(LAUNCHERS / experiment.launcher)]
     if (run / "config.json").exists():
         return [*start, "--resume", str(run)], run
     options = experiment.options.format(minilm=minilm()) if "{minilm}" in experiment.options else experiment.options
     given = f"{options} {config.options} --method {method} --seed {config.seed} --out {run}"
-    return [*start, "--data", str(config.work / name), *shlex.split(given)], run
+    return [*start, "--data", str(config.folder(name)), *shlex.split(given)], run
 
 
 def measured(name: Name, method: str, config: Config) -> dict[str, Any]:
@@ -127,10 +151,10 @@ def measured(name: Name, method: str, config: Config) -> dict[str, Any]:
 def main(config: Config) -> None:
     for name in config.data:
         data = named(EXPERIMENTS[name].named)
-        folder = config.work / name
+        folder = config.folder(name)
         folder.mkdir(parents=True, exist_ok=True)
         for file, listing in zip(EXPERIMENTS[name].files, (data.train, data.test), strict=True):
-            converted(listing, folder / file)
+            converted(some(listing, config.samples), folder / file)
         for method in config.methods:
             print(shlex.join(command(name, method, config)[0]), flush=True)
     work = [(name, method) for name in config.data for method in config.methods]

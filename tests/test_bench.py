@@ -98,6 +98,52 @@ def test_kernel_report(tmp_path):
         assert 1 <= given["of minimum"] < 1.2 < live["of minimum"]
 
 
+def test_every_demo_whole_and_killed(tmp_path):
+    """bench/demos.py: one launcher with one engine."""
+    options = ("--launchers", "cifar", "--engines", "ddp", "--options=--train.epochs 2 --gnl.warmup-epochs 1")
+    done = run(tmp_path, "demos.py", *options, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert (row["launcher"], row["engine"], row["same bits"]) == ("cifar", "ddp", "yes")
+
+
+@pytest.mark.skipif("FASTGNL_DATA" not in os.environ, reason="FASTGNL_DATA is not set: no real data sets here")
+def test_end_to_end(tmp_path):
+    """Of a few images; where one of the two runs fails, nothing is compared."""
+    begin = ("end_to_end.py", "--data", "cifar10n-worst", "--samples", 64, "--json", tmp_path / "rows.json")
+    failed = run(tmp_path, *begin, "--options=--gnl.warmup-epochs -1")
+    assert failed.returncode == 2
+    assert "failed, wanted it to end well" in failed.stderr
+    assert "GNL - CE" not in failed.stdout
+    assert not (tmp_path / "rows.json").exists()
+    done = run(tmp_path, *begin, "--options=--train.epochs 1 --gnl.warmup-epochs 0 --train.precision float32")
+    assert done.returncode == 0, done.stderr
+    ce, gnl = json.loads((tmp_path / "rows.json").read_text())
+    assert gnl["GNL - CE, last"] == round(gnl["last"] - ce["last"], 2)
+
+
+def test_no_ratio_where_a_side_failed(tmp_path, monkeypatch, capsys):
+    """bench/training_time.py: GNL stops in its third epoch, the first that is timed."""
+    monkeypatch.syspath_prepend(BENCH)
+    import training_time
+
+    def failing(name, backbone, setting):
+        net, objective = make_method(name, backbone, setting)
+        if name == "gnl":
+            end = objective.end_epoch
+            monkeypatch.setattr(objective, "end_epoch", lambda *of: 1 / 0 if int(objective.epoch) == 2 else end(*of))
+        return net, objective
+
+    monkeypatch.chdir(tmp_path)
+    make_method = training_time.make_method
+    monkeypatch.setattr(training_time, "make_method", failing)
+    sizes = {"backbones": ("small-cnn",), "small_steps": 1, "batch": 16, "rounds": 1, "threads": 1}
+    with pytest.raises(ZeroDivisionError):
+        training_time.main(training_time.Config(methods=("ce", "gnl"), **sizes, json=tmp_path / "rows.json"))
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "rows.json").exists()
+
+
 def test_missing_data_is_said_in_one_sentence(tmp_path):
     done = run(tmp_path, "npc.py", "--data", "newsgroups20", "--seeds", 1, FASTGNL_DATA="")
     assert done.returncode == 2
