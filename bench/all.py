@@ -66,14 +66,14 @@ BENCHMARKS = (
     Benchmark(
         "demos",
         ("demos.py",),
-        10,
+        15,
         "Does every launcher's demo run to its end with either engine, and after a kill?",
         ("deepspeed", "ffcv"),
     ),
     Benchmark(
         "kernel_report",
         ("kernel_report.py",),
-        10,
+        2,
         "What do the Triton kernels take of a GPU, and how fast should they be?",
         ("triton", "ptxrun"),
     ),
