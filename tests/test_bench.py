@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fastgnl.errors import InputError
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 
@@ -100,26 +102,32 @@ def test_kernel_report(tmp_path):
 
 def test_every_demo_whole_and_killed(tmp_path):
     """bench/demos.py: one launcher with one engine."""
-    options = ("--launchers", "cifar", "--engines", "ddp", "--options=--train.epochs 2 --gnl.warmup-epochs 1")
+    options = ("--launchers", "webvision", "--engines", "ddp", "--options=--train.epochs 2 --gnl.warmup-epochs 1")
     done = run(tmp_path, "demos.py", *options, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "rows.json").read_text())
-    assert (row["launcher"], row["engine"], row["same bits"]) == ("cifar", "ddp", "yes")
+    assert (row["launcher"], row["engine"], row["same bits"]) == ("webvision", "ddp", "yes")
 
 
 @pytest.mark.skipif("FASTGNL_DATA" not in os.environ, reason="FASTGNL_DATA is not set: no real data sets here")
-def test_end_to_end(tmp_path):
-    """Of a few images; where one of the two runs fails, nothing is compared."""
+def test_end_to_end(tmp_path, monkeypatch, capsys):
+    """Of a few images; where a run fails, nothing is compared."""
     begin = ("end_to_end.py", "--data", "cifar10n-worst", "--samples", 64, "--json", tmp_path / "rows.json")
-    failed = run(tmp_path, *begin, "--options=--gnl.warmup-epochs -1")
-    assert failed.returncode == 2
-    assert "failed, wanted it to end well" in failed.stderr
-    assert "GNL - CE" not in failed.stdout
-    assert not (tmp_path / "rows.json").exists()
     done = run(tmp_path, *begin, "--options=--train.epochs 1 --gnl.warmup-epochs 0 --train.precision float32")
     assert done.returncode == 0, done.stderr
     ce, gnl = json.loads((tmp_path / "rows.json").read_text())
     assert gnl["GNL - CE, last"] == round(gnl["last"] - ce["last"], 2)
+
+    monkeypatch.syspath_prepend(BENCH)
+    import end_to_end
+
+    (tmp_path / "cifar_n.py").write_text("raise SystemExit('-gnl-' in __import__('sys').argv[-1])")
+    monkeypatch.setattr(end_to_end, "LAUNCHERS", tmp_path)
+    config = {"data": ("cifar10n-worst",), "samples": 64, "work": tmp_path / "runs/end-to-end"}
+    with pytest.raises(InputError, match=r"--resume .*-gnl-seed0 failed, wanted it to end well"):
+        end_to_end.main(end_to_end.Config(**config, json=tmp_path / "none.json"))
+    assert "GNL - CE" not in capsys.readouterr().out
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_no_ratio_where_a_side_failed(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_launch: the demo of every launcher, one after another, in one group of workers."""
+"""Run by torchrun in test_launch: demos of the launchers, one after another, in one group of workers."""
 
 import sys
 from pathlib import Path
@@ -10,14 +10,17 @@ from fastgnl.launch import check_new, execute, parse
 
 SHORT = ["--train.epochs", "3", "--gnl.warmup-epochs", "1", "--keep.every", "4", "--keep.log-every", "1"]
 
+RUN = {"ddp": tuple(EXPERIMENTS), "deepspeed": ("webvision", "news")}
+"""Launchers by engine."""
+
 
 def main(engine: str, out: str) -> None:
     with process_group():
-        for name, cls in EXPERIMENTS.items():
+        for name in RUN[engine]:
             args = ["--data", "demo", "--out", str(Path(out) / name), "--train.engine", engine, *SHORT]
             if name != "news":
                 args += ["--batches.reader", "builtin"]
-            experiment = parse(cls, args)
+            experiment = parse(EXPERIMENTS[name], args)
             check_new(experiment)
             execute(experiment)
             if rank() == 0:
