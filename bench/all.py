@@ -97,7 +97,7 @@ BENCHMARKS = (
     Benchmark(
         "accuracy",
         ("accuracy.py", "--problems", "all"),
-        640,
+        700,
         "How accurate is each method on real data with wrong labels?",
         ("FASTGNL_DATA",),
     ),
